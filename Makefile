@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-long lint format test-gpu test-interop clean
+
+demo: $(VENV)/ready
+	$(BIN)/quantkit demo
+
+test: $(VENV)/ready lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not gpu and not interop"
+
+test-long: $(VENV)/ready
+	$(BIN)/python -m pytest -m "long and not gpu" || [ $$? -eq 5 ]
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a machine with a CUDA device and its own torch: no virtual environment is made.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+test-interop: .venv-interop/ready
+	.venv-interop/bin/python -m pytest -m interop tests/interop
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(PIP_FLAGS) torch
+	$(BIN)/pip install $(PIP_FLAGS) -e '.[test]'
+	touch $@
+
+.venv-interop/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/pip install $(PIP_FLAGS) torch
+	.venv-interop/bin/pip install $(PIP_FLAGS) -e '.[test,interop]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-interop build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

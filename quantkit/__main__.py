@@ -1,0 +1,5 @@
+"""`python -m quantkit` is the command line."""
+
+from quantkit.cli import main
+
+main()

@@ -1,0 +1,47 @@
+"""Shared fixtures: tiny random models saved as real checkpoints. Nothing here needs a network or a GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with grouped-query attention, 2 layers, hidden size 256, saved in bfloat16."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Calls the command line in this process: (exit code, stdout, stderr)."""
+    from quantkit.cli import main
+
+    def run(*args: object) -> tuple[int, str, str]:
+        try:
+            main([str(arg) for arg in args])
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -1,0 +1,93 @@
+"""Which way imports point (see docs/architecture.md): an arrow in the wrong direction fails here."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "quantkit"
+
+# Part -> parts of quantkit that it may import. A part is a module or package directly under quantkit/.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"pipeline", "reference"},
+    "__main__": {"cli"},
+    "errors": set(),
+    "formats": {"errors"},
+    "arch": {"errors"},
+    "sources": {"errors"},
+    "bundled": set(),
+    "methods": {"errors", "formats"},
+    "checkpoint": {"errors", "formats"},
+    "checkpoint_writer": {"errors", "formats", "checkpoint"},
+    "recipe": {"errors", "formats", "arch", "methods"},
+    "engines": {"errors", "formats"},
+    "gguf_import": {"errors", "arch", "checkpoint", "checkpoint_writer"},
+    "kernels": {"errors", "formats"},
+    "reference": {"errors", "formats", "checkpoint", "sources"},
+}
+ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
+ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
+ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
+ALLOWED["runtime"] = {"errors", "formats", "arch", "checkpoint", "kernels", "sources"}
+ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"runtime", "reference", "bundled", "inspection"}
+ALLOWED["cli"] = {*ALLOWED, "convert"}
+ALLOWED["recipes"] = set()
+
+# These run on a bare GPU image.
+BARE = {"torch", "triton", "safetensors", "transformers", *sys.stdlib_module_names}
+
+
+def python_files() -> list[Path]:
+    folders = [PACKAGE, *(ROOT / name for name in ("kernels", "runtime", "eval", "recipes"))]
+    return sorted(file for folder in folders for file in folder.rglob("*.py") if "training" not in file.parts)
+
+
+def part_of(file: Path) -> str:
+    inside = file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file.relative_to(ROOT)
+    return inside.parts[0].removesuffix(".py")
+
+
+def imported_modules(file: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute here"
+            found.append(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("file", python_files(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_import_direction(file: Path) -> None:
+    part = part_of(file)
+    assert part in ALLOWED, f"quantkit/{part} is new: say in ALLOWED what it may import"
+    for module in imported_modules(file):
+        root, _, rest = module.partition(".")
+        target = rest.partition(".")[0]
+        if root == "quantkit" and target and target != part:
+            assert target in ALLOWED[part], f"{part} must not import quantkit.{target}"
+        if part in ("formats", "kernels"):
+            assert root in BARE | {"quantkit"}, f"{part} must run on a bare GPU image, but imports {root}"
+
+
+def test_top_level_folders_shadow_nothing() -> None:
+    for name in ("kernels", "runtime", "eval", "recipes"):
+        assert not (ROOT / name / "__init__.py").exists()
+        assert (PACKAGE / name).is_symlink()
+        assert (PACKAGE / name).resolve() == (ROOT / name).resolve()
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from quantkit.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    from quantkit.cli import COMMANDS
+
+    listed = [line.split()[0] for line in run.stdout.split("Commands:")[1].splitlines() if line.strip()]
+    assert listed == list(COMMANDS)
+    assert all(len(line.split()) > 2 for line in run.stdout.split("Commands:")[1].splitlines() if line.strip())
