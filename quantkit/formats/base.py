@@ -1,0 +1,144 @@
+"""The contract every weight format fulfils: the single place where layouts, writers, readers and kernels meet.
+
+    weight --quantize--> QuantizedWeight --pack--> parts --(checkpoint)--> parts --unpack--> QuantizedWeight
+
+A `QuantizedWeight` is what the mathematics produced (codes, scales, zero points ...), free of any layout. `parts` are
+the tensors of one linear layer exactly as they stand on disk, keyed by their name behind the module path ("qweight",
+"weight.absmax" ...). A `Format` is a frozen value that turns the one into the other. Two formats that hold the same
+kind of quantized weight convert losslessly: `target.pack(source.unpack(parts))`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError
+
+Parts = dict[str, Tensor]
+Shape = tuple[int, int]  # (out_features, in_features)
+ANY_LENGTH = -1  # in a PartSpec: a one-dimensional part whose length is known only when it is written
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class PartSpec(NamedTuple):
+    """What a loader must allocate for one part."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class QuantizedWeight(ABC):
+    """One linear layer's weight as codes and their meaning, free of any storage layout."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """(out_features, in_features) of the weight it stands for."""
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [out, in] that the codes stand for, computed in float32, then cast."""
+
+
+class Format(ABC):
+    """How the quantized weight of one linear layer looks on disk. Subclasses are frozen dataclasses of options."""
+
+    name: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]  # every part this format may own, required or not
+    dtype_follows_model: ClassVar[bool]  # whether the option `dtype` defaults to the model's own dtype
+    dtype: str
+    bits: int
+
+    @abstractmethod
+    def check(self, shape: Shape) -> None:
+        """Raises InputError, naming the rule, when a layer of this shape cannot be stored."""
+
+    @abstractmethod
+    def parts(self, shape: Shape) -> dict[str, PartSpec]:
+        """Names, dtypes and shapes of the parts that `pack` returns."""
+
+    @abstractmethod
+    def quantize(self, weight: Tensor) -> QuantizedWeight:
+        """Rounds each weight [out, in] to its nearest code, without calibration data."""
+
+    @abstractmethod
+    def pack(self, quantized: QuantizedWeight) -> Parts:
+        """Lays the codes out as parts; raises CannotHold when that would change their meaning."""
+
+    @abstractmethod
+    def unpack(self, parts: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Reads parts back; does not change them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A few words for tables, such as `W4 g128 sym`."""
+
+    def stored_shape(self, sizes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Shape:
+        """(out, in) of a stored layer from its parts' sizes; `read` gives a part where the sizes are not enough."""
+        return sizes["weight"][0], sizes["weight"][1]
+
+    def encode(self, weight: Tensor) -> Parts:
+        """Nearest-rounded parts of a weight."""
+        return self.pack(self.quantize(weight))
+
+    def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight that parts stand for."""
+        return self.unpack(parts).dequantize(dtype)
+
+
+class TensorInfo(NamedTuple):
+    """What a safetensors header says about one tensor: its dtype in safetensors' spelling, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Dialect(ABC):
+    """How a whole checkpoint says what is quantized and how: one value of `quant_method` in config.json."""
+
+    quant_method: ClassVar[str]
+    formats: ClassVar[tuple[type[Format], ...]]
+
+    @abstractmethod
+    def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
+        """The quantization_config for these quantized modules and these linear layers left as they were."""
+
+    @abstractmethod
+    def read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Format]:
+        """The format of every quantized module, from a quantization_config and the tensors that are there."""
+
+    def side_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """JSON files beside config.json that older readers look for."""
+        return {}
+
+
+def check_choice(what: str, value: object, allowed: tuple[Any, ...]) -> None:
+    """One wording for options outside their set."""
+    if value not in allowed:
+        raise InputError(f"{what} is {value!r}, but must be one of {', '.join(map(str, allowed))}")
+
+
+def check_divides(what: str, size: int, divisor: int, remedy: str) -> None:
+    """One wording for sizes that a layout cannot cut evenly."""
+    if size % divisor:
+        raise InputError(f"{what} is {size}, which {divisor} does not divide; {remedy}")
+
+
+def modules_with(suffix: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Module paths that own a tensor `<path>.<suffix>`."""
+    ending = "." + suffix
+    return [name[: -len(ending)] for name in tensors if name.endswith(ending)]
+
+
+def stored_dtype(name: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """The dtype, in torch's spelling, of a tensor that must be there."""
+    if name not in tensors:
+        raise InputError(f"the checkpoint is incomplete: tensor {name} is missing; download or quantize it again")
+    spelling = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+    return spelling.get(tensors[name].dtype, tensors[name].dtype)

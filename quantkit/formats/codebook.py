@@ -1,0 +1,120 @@
+"""Weights as indices into a table of values, scaled per block: `weight = table[code] * absmax[block]`.
+
+Blocks run over the row-major flattened weight, across row ends; the last one may be short. NF4 places its 16 values at
+the quantiles of a normal distribution, FP4 at those of a tiny float. Double quantization stores the absmax of each
+block in 8 bits as well, against a second table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quantkit.formats.base import QuantizedWeight, Shape
+
+NESTED_BLOCK = 256  # absmax values per block of the second quantization
+
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4_POSITIVE = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)  # by bit pattern, in twelfths; codes 8..15 are negative
+
+
+@cache
+def table_of(kind: str) -> Tensor:
+    """The 16 values of `nf4` or `fp4`, indexed by code."""
+    if kind == "nf4":
+        return torch.tensor(_NF4)
+    positive = torch.tensor(_FP4_POSITIVE) / 12
+    return torch.cat([positive, -positive])
+
+
+@cache
+def dynamic_table() -> Tensor:
+    """The 256 values of the dynamic 8-bit map: seven decades, each with twice the resolution of the one below."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        midpoints = (edges[:-1] + edges[1:]) / 2 * 10 ** (decade - 6)
+        values += midpoints.tolist() + (-midpoints).tolist()
+    return torch.tensor(sorted(values))
+
+
+def nearest(values: Tensor, table: Tensor) -> Tensor:
+    """uint8 index of the nearest table entry; a value in the middle of two takes the smaller entry."""
+    ascending, order = table.to(values.device).sort()
+    bounds = (ascending[:-1] + ascending[1:]) / 2
+    return order.to(torch.uint8)[torch.bucketize(values, bounds, out_int32=True)]
+
+
+def scale_blocks(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Flat values -> (values / absmax of their block, absmax float32 [blocks])."""
+    count = values.numel()
+    blocks = torch.nn.functional.pad(values.float().flatten(), (0, -count % block)).view(-1, block)
+    absmax = blocks.abs().amax(-1)
+    scaled = blocks * (1 / absmax.clamp(min=1e-38)).unsqueeze(-1)
+    return scaled.clamp_(-1, 1).flatten()[:count], absmax
+
+
+def unscale_blocks(values: Tensor, absmax: Tensor, block: int) -> Tensor:
+    count = values.numel()
+    padded = torch.nn.functional.pad(values, (0, -count % block)).view(-1, block)
+    return (padded * absmax.unsqueeze(-1)).flatten()[:count]
+
+
+@dataclass(frozen=True)
+class NestedScales:
+    """Block scales stored in 8 bits: `absmax = dynamic_table[code] * scale[code's block] + offset`."""
+
+    codes: Tensor  # uint8 [blocks]
+    scales: Tensor  # float32 [ceil(blocks / block)]
+    offset: float  # a float32 value
+    table: Tensor  # float32 [256]
+    block: int = NESTED_BLOCK
+
+    def decode(self) -> Tensor:
+        offset = torch.tensor(self.offset, dtype=torch.float32, device=self.codes.device)
+        return unscale_blocks(self.table.to(self.codes.device)[self.codes.int()], self.scales, self.block) + offset
+
+
+def nest_scales(absmax: Tensor) -> NestedScales:
+    """The second quantization, of block scales float32 [blocks]."""
+    offset = absmax.mean()
+    scaled, scales = scale_blocks(absmax - offset, NESTED_BLOCK)
+    return NestedScales(nearest(scaled, dynamic_table()), scales, offset.item(), dynamic_table())
+
+
+@dataclass(frozen=True)
+class CodebookWeight(QuantizedWeight):
+    """Table indices with their block scales, plain or nested."""
+
+    kind: str  # nf4 | fp4
+    codes: Tensor  # uint8 [out * in]
+    absmax: Tensor | NestedScales  # float32 [blocks]
+    block: int
+    full_shape: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @property
+    def block_scales(self) -> Tensor:
+        return self.absmax.decode() if isinstance(self.absmax, NestedScales) else self.absmax
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = table_of(self.kind).to(self.codes.device)[self.codes.int()]
+        return unscale_blocks(values, self.block_scales, self.block).view(self.full_shape).to(dtype)
+
+
+def quantize_codebook(weight: Tensor, kind: str, block: int, nested: bool) -> CodebookWeight:
+    """Nearest table entries of a weight [out, in]."""
+    scaled, absmax = scale_blocks(weight, block)
+    scales = nest_scales(absmax) if nested else absmax
+    return CodebookWeight(kind, nearest(scaled, table_of(kind)), scales, block, (weight.shape[0], weight.shape[1]))

@@ -1,0 +1,126 @@
+"""compressed-tensors checkpoints (`quant_method: compressed-tensors`): config groups and the layers they target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from quantkit.errors import InputError
+from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with, stored_dtype
+from quantkit.formats.ct_float8 import BLOCK, CtFloat8
+from quantkit.formats.ct_integer import CtInt8, CtPacked
+
+_ON_DISK = {CtPacked: "pack-quantized", CtInt8: "int-quantized", CtFloat8: "float-quantized"}
+
+
+class CompressedTensorsDialect(Dialect):
+    quant_method: ClassVar[str] = "compressed-tensors"
+    formats: ClassVar[tuple[type[Format], ...]] = (CtPacked, CtInt8, CtFloat8)
+
+    def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
+        by_format: dict[Format, list[str]] = {}
+        for module, fmt in modules.items():
+            by_format.setdefault(fmt, []).append(module)
+        uniform = len(by_format) == 1
+        groups = {
+            f"group_{index}": _group(fmt, ["Linear"] if uniform else members)
+            for index, (fmt, members) in enumerate(by_format.items())
+        }
+        kinds = {group["format"] for group in groups.values()}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": sorted(kept),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+            "sparsity_config": {},
+            "transform_config": {},
+            "version": "0.19.0",
+        }
+
+    def read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Format]:
+        groups = list((config.get("config_groups") or {}).values())
+        quantized = [*modules_with("weight_packed", tensors), *_scaled_modules(tensors)]
+        return {module: _read_group(_group_of(module, groups), module, tensors) for module in quantized}
+
+
+def _scaled_modules(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    return [
+        module
+        for module in modules_with("weight_scale", tensors)
+        if (weight := tensors.get(f"{module}.weight")) and weight.dtype in ("I8", "F8_E4M3")
+    ]
+
+
+def _args(bits: int, kind: str, strategy: str, **changes: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": None,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "scale_dtype": None,
+        "zp_dtype": None,
+    }
+    return defaults | changes
+
+
+def _group(fmt: Format, targets: list[str]) -> dict[str, Any]:
+    inputs = None
+    if isinstance(fmt, CtPacked):
+        grouped = fmt.group_size != -1
+        weights = _args(fmt.bits, "int", "group" if grouped else "channel", symmetric=fmt.sym)
+        weights |= {"group_size": fmt.group_size if grouped else None, "zp_dtype": None if fmt.sym else "torch.int8"}
+    elif isinstance(fmt, CtInt8):
+        weights = _args(8, "int", "channel")
+        inputs = _args(8, "int", "token", dynamic=True, observer=None)
+    else:
+        assert isinstance(fmt, CtFloat8)
+        weights = _args(8, "float", fmt.strategy)
+        inputs = _args(8, "float", "token", dynamic=True, observer=None)
+        if fmt.strategy == "block":
+            weights["block_structure"] = [BLOCK, BLOCK]
+            inputs |= {"strategy": "group", "group_size": BLOCK}
+        if fmt.static_input:
+            inputs = _args(8, "float", "tensor")
+    return {
+        "targets": targets,
+        "format": _ON_DISK[type(fmt)],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+
+
+def _group_of(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The config group of a module: its name or a pattern first, then the class name `Linear`."""
+    for group in groups:
+        for target in group["targets"]:
+            if target == module or (target.startswith("re:") and re.match(target[3:], module)):
+                return group
+    for group in groups:
+        if "Linear" in group["targets"]:
+            return group
+    raise InputError(f"no config group of the compressed-tensors checkpoint targets {module}, which is quantized")
+
+
+def _read_group(group: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> Format:
+    args = group["weights"]
+    dtype = stored_dtype(f"{module}.weight_scale", tensors)
+    strategy = args.get("strategy") or ("channel" if args.get("group_size") in (None, -1) else "group")
+    if f"{module}.weight_packed" in tensors:
+        size = args["group_size"] if strategy == "group" else -1
+        return CtPacked(bits=args["num_bits"], group_size=size, sym=args.get("symmetric", True), dtype=dtype)
+    if tensors[f"{module}.weight"].dtype == "I8":
+        if not args.get("symmetric", True) or strategy not in ("channel", "tensor"):
+            raise InputError(f"{module}: int-quantized with strategy {strategy} or zero points is not supported")
+        return CtInt8(dtype=dtype)
+    return CtFloat8(strategy=strategy, static_input=f"{module}.input_scale" in tensors, dtype=dtype)

@@ -1,0 +1,124 @@
+"""compressed-tensors integer layers: `pack-quantized` (2 to 8 bits, weights only) and `int-quantized` (W8A8).
+
+    pack-quantized   weight_packed int32 [out, ceil(in * bits / 32)]       codes, packed along the inputs
+                     weight_scale float [out, groups]
+                     weight_zero_point int32 [ceil(out * bits / 32), groups]  only asymmetric, packed along the outputs
+                     weight_shape int64 [2]
+    int-quantized    weight int8 [out, in], weight_scale float [out, 1]
+
+Codes are signed in the specification and stored with 2**(bits-1) added: the unsigned codes of GPTQ and AWQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CannotHold, InputError
+from quantkit.formats.base import DTYPES, Parts, PartSpec, QuantizedWeight, Shape
+from quantkit.formats.bits import pack, packed_width, unpack
+from quantkit.formats.integer import IntegerFormat, IntegerWeight, middle_code
+
+
+@dataclass(frozen=True)
+class CtPacked(IntegerFormat):
+    """Weights in 2 to 8 bits, activations in 16."""
+
+    name: ClassVar[str] = "ct-packed"
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    )
+    dtype_follows_model: ClassVar[bool] = True
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 7, 8)
+
+    dtype: str = "bfloat16"
+
+    def parts(self, shape: Shape) -> dict[str, PartSpec]:
+        out, inputs = shape
+        groups = self.group_count(inputs)
+        specs = {
+            "weight_packed": PartSpec(torch.int32, (out, packed_width(inputs, self.bits))),
+            "weight_scale": PartSpec(DTYPES[self.dtype], (out, groups)),
+            "weight_shape": PartSpec(torch.int64, (2,)),
+        }
+        if not self.sym:
+            specs["weight_zero_point"] = PartSpec(torch.int32, (packed_width(out, self.bits), groups))
+        return specs
+
+    def stored_shape(self, sizes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Shape:
+        out, inputs = (int(size) for size in read("weight_shape"))
+        return out, inputs
+
+    def pack(self, quantized: QuantizedWeight) -> Parts:
+        weight = self.require_integer(quantized)
+        if weight.group_of is not None:
+            raise CannotHold("compressed-tensors dropped scattered groups (act-order); keep this checkpoint in gptq")
+        parts = {
+            "weight_packed": pack(weight.codes, self.bits),
+            "weight_scale": weight.scales,
+            "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+        }
+        if not self.sym:
+            parts["weight_zero_point"] = pack(weight.zeros.T, self.bits).T.contiguous()
+        return parts
+
+    def unpack(self, parts: Mapping[str, Tensor]) -> IntegerWeight:
+        out, inputs = (int(size) for size in parts["weight_shape"])
+        scales = parts["weight_scale"]
+        codes = self._unpack_words(parts["weight_packed"], inputs)
+        if "weight_zero_point" in parts:
+            zeros = self._unpack_words(parts["weight_zero_point"].T, out).T.contiguous()
+        else:
+            zeros = torch.full_like(scales, middle_code(self.bits), dtype=torch.uint8)
+        return IntegerWeight(codes, scales, zeros, self.bits, self.group_width(inputs), parts.get("weight_g_idx"))
+
+    def _unpack_words(self, words: Tensor, count: int) -> Tensor:
+        """Versions up to 0.16 left the top bits of each word unused at widths that do not divide 32."""
+        if words.shape[-1] == packed_width(count, self.bits):
+            return unpack(words, self.bits, count)
+        shifts = torch.arange(32 // self.bits, device=words.device, dtype=torch.int32) * self.bits
+        values = (words.unsqueeze(-1) >> shifts) & ((1 << self.bits) - 1)
+        return values.flatten(-2)[..., :count].to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class CtInt8(IntegerFormat):
+    """Weights and activations in 8 bits: one scale per output row, activations quantized per token at run time."""
+
+    name: ClassVar[str] = "ct-int8"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "input_scale", "input_zero_point")
+    dtype_follows_model: ClassVar[bool] = True
+    allowed_bits: ClassVar[tuple[int, ...]] = (8,)
+
+    bits: int = 8
+    group_size: int = -1
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size != -1 or not self.sym:
+            raise InputError("ct-int8 has one symmetric scale per row: group_size must be -1 and sym true")
+
+    def describe(self) -> str:
+        return "W8A8 row, dynamic"
+
+    def parts(self, shape: Shape) -> dict[str, PartSpec]:
+        return {
+            "weight": PartSpec(torch.int8, shape),
+            "weight_scale": PartSpec(DTYPES[self.dtype], (shape[0], 1)),
+        }
+
+    def pack(self, quantized: QuantizedWeight) -> Parts:
+        weight = self.require_integer(quantized)
+        signed = (weight.codes ^ 128).view(torch.int8)  # unsigned code - 128, in two's complement
+        return {"weight": signed, "weight_scale": weight.scales}
+
+    def unpack(self, parts: Mapping[str, Tensor]) -> IntegerWeight:
+        codes = parts["weight"].view(torch.uint8) ^ 128
+        scales = parts["weight_scale"].reshape(-1, 1).expand(codes.shape[0], 1).contiguous()
+        zeros = torch.full_like(scales, 128, dtype=torch.uint8)
+        return IntegerWeight(codes, scales, zeros, 8, codes.shape[1])

@@ -1,0 +1,194 @@
+"""GPTQ checkpoints (`quant_method: gptq`), as written by AutoGPTQ, GPTQModel and auto-round.
+
+qweight int32 [in * bits / 32, out]       codes, packed along the inputs
+qzeros  int32 [groups, ceil(out*bits/32)] zero points, packed along the outputs; version 1 stores them minus 1
+scales  float [groups, out]
+g_idx   int32 [in]                        the group of every input, in original order
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CannotHold, InputError
+from quantkit.formats.base import (
+    DTYPES,
+    Dialect,
+    Format,
+    Parts,
+    PartSpec,
+    QuantizedWeight,
+    Shape,
+    TensorInfo,
+    check_choice,
+    check_divides,
+    modules_with,
+    stored_dtype,
+)
+from quantkit.formats.bits import pack, packed_width, unpack
+from quantkit.formats.integer import IntegerFormat, IntegerWeight, contiguous_groups
+
+
+@dataclass(frozen=True)
+class Gptq(IntegerFormat):
+    """`version` 1 is what every reader knows; it cannot hold a zero point of 0, version 2 can."""
+
+    name: ClassVar[str] = "gptq"
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
+    dtype_follows_model: ClassVar[bool] = False
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
+
+    act_order: bool = False
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("gptq: version", self.version, (1, 2))
+
+    def describe(self) -> str:
+        return super().describe() + (" act-order" if self.act_order else "")
+
+    @property
+    def zero_floor(self) -> int:
+        return 1 if self.version == 1 else 0
+
+    def check(self, shape: Shape) -> None:
+        super().check(shape)
+        per_word = 32 if self.bits == 3 else 32 // self.bits
+        check_divides(f"gptq at {self.bits} bits: the layer's input size", shape[1], per_word, "keep this layer")
+
+    def parts(self, shape: Shape) -> dict[str, PartSpec]:
+        out, inputs = shape
+        groups = self.group_count(inputs)
+        return {
+            "qweight": PartSpec(torch.int32, (packed_width(inputs, self.bits), out)),
+            "qzeros": PartSpec(torch.int32, (groups, packed_width(out, self.bits))),
+            "scales": PartSpec(DTYPES[self.dtype], (groups, out)),
+            "g_idx": PartSpec(torch.int32, (inputs,)),
+        }
+
+    def stored_shape(self, sizes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Shape:
+        return sizes["qweight"][1], sizes["qweight"][0] * 32 // self.bits
+
+    def pack(self, quantized: QuantizedWeight) -> Parts:
+        weight = self.require_integer(quantized)
+        self.check(weight.shape)
+        if weight.group_of is not None and not self.act_order:
+            raise CannotHold("the weights have scattered groups (act-order), set act_order to store them")
+        if self.version == 1 and bool((weight.zeros == 0).any()):
+            raise CannotHold("gptq version 1 cannot store a zero point of 0; use version 2 or compressed-tensors")
+        zeros = weight.zeros - 1 if self.version == 1 else weight.zeros
+        return {
+            "qweight": pack(weight.codes, self.bits).T.contiguous(),
+            "qzeros": pack(zeros.T, self.bits),
+            "scales": weight.scales.T.contiguous(),
+            "g_idx": weight.input_groups().to(torch.int32),
+        }
+
+    def unpack(self, parts: Mapping[str, Tensor]) -> IntegerWeight:
+        out = parts["scales"].shape[1]
+        inputs = parts["qweight"].shape[0] * 32 // self.bits
+        codes = unpack(parts["qweight"].T, self.bits, inputs)
+        zeros = self._unpack_zeros(parts["qzeros"], out).T.contiguous()
+        width = self.group_width(inputs)
+        scattered = parts.get("g_idx")
+        if scattered is not None and torch.equal(scattered, contiguous_groups(inputs, width, scattered.device)):
+            scattered = None
+        return IntegerWeight(codes, parts["scales"].T.contiguous(), zeros, self.bits, width, scattered)
+
+    def _unpack_zeros(self, words: Tensor, out: int) -> Tensor:
+        """Zero points [groups, out]. GPTQModel subtracts 1 from whole words, so borrows are undone on whole words."""
+        if self.version == 2:
+            return unpack(words, self.bits, out)
+        if self.bits == 3:  # fields straddle words; here writers only ever store z >= 1
+            return (unpack(words, 3, out) + 1) & 7
+        ones = pack(torch.ones(32 // self.bits, dtype=torch.uint8, device=words.device), self.bits)
+        return unpack(words + ones, self.bits, out)
+
+
+def _common_format(modules: Mapping[str, Gptq]) -> Gptq:
+    return Counter(modules.values()).most_common(1)[0][0]
+
+
+_BLOCK = re.compile(r"^.*?\.\d+\.")  # such as `model.layers.7.`
+
+
+def _quantized_in_blocks(modules: Iterable[str], kept: Iterable[str]) -> dict[str, Any]:
+    """transformers ignores `dynamic`; this key tells it, and vLLM, which layers of a block are quantized.
+
+    It holds for all blocks alike: where they differ, transformers cannot load the checkpoint.
+    """
+    quantized = list(dict.fromkeys(_BLOCK.sub("", name) for name in modules))
+    left = {_BLOCK.sub("", name) for name in kept if _BLOCK.match(name)}
+    return {"modules_in_block_to_quantize": [quantized]} if left and left.isdisjoint(quantized) else {}
+
+
+def _options(fmt: Gptq) -> dict[str, Any]:
+    return {"bits": fmt.bits, "group_size": fmt.group_size, "sym": fmt.sym, "desc_act": fmt.act_order}
+
+
+class GptqDialect(Dialect):
+    quant_method: ClassVar[str] = "gptq"
+    formats: ClassVar[tuple[type[Format], ...]] = (Gptq,)
+
+    def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
+        gptq = {name: fmt for name, fmt in modules.items() if isinstance(fmt, Gptq)}
+        common = _common_format(gptq)
+        if any(fmt.version != common.version for fmt in gptq.values()):
+            raise CannotHold("a gptq checkpoint has one version for all its layers")
+        dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in kept if name != "lm_head"}
+        dynamic |= {f"+:^{re.escape(name)}$": _options(fmt) for name, fmt in gptq.items() if fmt != common}
+        config: dict[str, Any] = {
+            "quant_method": "gptq",
+            **_options(common),
+            "lm_head": "lm_head" in gptq,
+            "checkpoint_format": "gptq" if common.version == 1 else "gptq_v2",
+            "pack_dtype": "int32",
+        }
+        return config | ({"dynamic": dynamic} if dynamic else {}) | _quantized_in_blocks(gptq, kept)
+
+    def read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Format]:
+        options = _read_options(config)
+        dynamic = config.get("dynamic") or {}
+        return {
+            module: Gptq(**(options | _override(module, dynamic)), dtype=stored_dtype(f"{module}.scales", tensors))
+            for module in modules_with("qweight", tensors)
+        }
+
+    def side_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {"quantize_config.json": config}
+
+
+def _read_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    def first(*names: str, default: Any = None) -> Any:
+        return next((config[name] for name in names if config.get(name) is not None), default)
+
+    bits = first("bits", "w_bit", "wbits")
+    if bits is None:
+        raise InputError("the gptq quantization_config has no 'bits'")
+    if first("sym") is None:
+        warnings.warn("the gptq quantization_config does not say 'sym'; taking it as symmetric", stacklevel=2)
+    return {
+        "bits": bits,
+        "group_size": first("group_size", "q_group_size", default=-1),
+        "sym": first("sym", default=True),
+        "act_order": first("desc_act", default=False),
+        "version": 2 if first("checkpoint_format", "format", "version") == "gptq_v2" else 1,
+    }
+
+
+def _override(module: str, dynamic: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """GPTQModel's per-module rules: the first pattern that matches wins; '-:' marks modules left unquantized."""
+    for pattern, values in dynamic.items():
+        if re.match(pattern.removeprefix("+:").removeprefix("-:"), module):
+            renamed = {"act_order" if key == "desc_act" else key: value for key, value in values.items()}
+            return {key: renamed[key] for key in ("bits", "group_size", "sym", "act_order") if key in renamed}
+    return {}

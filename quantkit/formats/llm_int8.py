@@ -1,0 +1,85 @@
+"""LLM.int8 layers as bitsandbytes stores them: one signed byte a weight, one scale a row.
+
+    weight         int8 [out, in]      round(float16(W) * 127 / SCB)
+    SCB            float32 [out]       largest magnitude of each row
+    weight_format  uint8 scalar        0, the plain row layout
+
+What makes it LLM.int8 happens at run time: activation columns with a value of 6.0 or more are multiplied in 16 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CannotHold, InputError
+from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice
+
+
+@dataclass(frozen=True)
+class AbsmaxInt8Weight(QuantizedWeight):
+    """`weight = code * row_absmax / 127`."""
+
+    codes: Tensor  # int8 [out, in]
+    row_absmax: Tensor  # float32 [out]
+
+    @property
+    def shape(self) -> Shape:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (self.codes.float() * (self.row_absmax / 127).unsqueeze(-1)).to(dtype)
+
+
+@dataclass(frozen=True)
+class LlmInt8(Format):
+    """`threshold` is the activation magnitude from which a column counts as an outlier."""
+
+    name: ClassVar[str] = "llm-int8"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", "SCB", "weight_format")
+    dtype_follows_model: ClassVar[bool] = True
+
+    threshold: float = 6.0
+    dtype: str = "bfloat16"  # of the model; the scales are float32
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        check_choice("llm-int8: bits", self.bits, (8,))
+        check_choice("llm-int8: dtype", self.dtype, tuple(DTYPES))
+        if not self.threshold >= 0:  # NaN is not
+            raise InputError(f"llm-int8: threshold is {self.threshold}, but must be 0 or more")
+
+    def describe(self) -> str:
+        return f"INT8 row, outliers >= {self.threshold:g}"
+
+    def check(self, shape: Shape) -> None:
+        """Any shape will do."""
+
+    def parts(self, shape: Shape) -> dict[str, PartSpec]:
+        return {
+            "weight": PartSpec(torch.int8, shape),
+            "SCB": PartSpec(torch.float32, (shape[0],)),
+            "weight_format": PartSpec(torch.uint8, ()),
+        }
+
+    def quantize(self, weight: Tensor) -> AbsmaxInt8Weight:
+        half = weight.to(torch.float16).float()  # bitsandbytes sees the weight in float16
+        row_absmax = half.abs().amax(-1)
+        codes = torch.round(half * (127.0 / row_absmax.clamp(min=1e-38)).unsqueeze(-1)).to(torch.int8)
+        return AbsmaxInt8Weight(codes, row_absmax)
+
+    def pack(self, quantized: QuantizedWeight) -> Parts:
+        if not isinstance(quantized, AbsmaxInt8Weight):
+            raise CannotHold("llm-int8 stores signed bytes scaled by the largest magnitude of their row only")
+        return {
+            "weight": quantized.codes,
+            "SCB": quantized.row_absmax,
+            "weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
+
+    def unpack(self, parts: Mapping[str, Tensor]) -> AbsmaxInt8Weight:
+        return AbsmaxInt8Weight(parts["weight"], parts["SCB"].float())

@@ -1,0 +1,261 @@
+"""Every format, on odd shapes: what `pack` writes, `unpack` reads, and the error stays within half a step."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantkit.errors import CannotHold, InputError
+from quantkit.formats import (
+    FORMATS,
+    Awq,
+    CodebookWeight,
+    CtFloat8,
+    CtInt8,
+    CtPacked,
+    Format,
+    Fp4,
+    Gptq,
+    IntegerWeight,
+    LlmInt8,
+    Nf4,
+    build,
+)
+from quantkit.formats.base import ANY_LENGTH
+from quantkit.formats.codebook import dynamic_table, table_of
+
+GROUPS = st.sampled_from([-1, 32, 64])
+SCALES = st.sampled_from(["float16", "bfloat16", "float32"])
+
+
+@st.composite
+def formats_and_shapes(draw: st.DrawFn) -> tuple[Format, tuple[int, int]]:
+    """A format with random options, and a shape that it allows but nobody would choose."""
+    kind = draw(st.sampled_from(sorted(FORMATS)))
+    out, inputs = draw(st.integers(1, 67)), 64 * draw(st.integers(1, 4))
+    if kind == "gptq":
+        bits, version, sym = draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([1, 2])), draw(st.booleans())
+        return Gptq(bits=bits, group_size=draw(GROUPS), sym=sym, version=version), (out, inputs)
+    if kind == "awq":
+        return Awq(group_size=draw(GROUPS), sym=draw(st.booleans()), dtype=draw(SCALES)), (8 * out, inputs)
+    if kind == "ct-packed":
+        bits = draw(st.integers(2, 8))
+        odd = draw(st.integers(9, 131))
+        return CtPacked(bits=bits, group_size=-1, sym=draw(st.booleans()), dtype=draw(SCALES)), (out, odd)
+    odd_shape = (out, draw(st.integers(1, 131)))
+    if kind in ("nf4", "fp4"):
+        cls = Nf4 if kind == "nf4" else Fp4
+        return cls(block=draw(st.sampled_from([32, 64, 4096])), double_quant=draw(st.booleans())), odd_shape
+    if kind == "ct-float8":
+        strategy = draw(st.sampled_from(["tensor", "channel", "block"]))
+        return CtFloat8(strategy=strategy, dtype=draw(SCALES)), (3 * out, 2 * odd_shape[1])
+    return (LlmInt8() if kind == "llm-int8" else CtInt8(dtype=draw(SCALES))), odd_shape
+
+
+def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * 0.05
+    if seed % 3 == 0:
+        weight[0] = 0  # an empty row
+    if seed % 5 == 0:
+        weight = weight.abs()  # asymmetric grids then want a zero point of 0
+    return weight
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=formats_and_shapes(), seed=st.integers(0, 2**16))
+def test_round_trip(case: tuple[Format, tuple[int, int]], seed: int) -> None:
+    fmt, shape = case
+    weight = random_weight(shape, seed)
+    quantized = fmt.quantize(weight)
+    parts = fmt.pack(quantized)
+    assert_parts_as_announced(fmt, shape, parts)
+    read = fmt.unpack(parts)
+    assert read.shape == shape
+    assert torch.equal(read.dequantize(), quantized.dequantize())
+    again = fmt.pack(read)
+    assert all(torch.equal(bytes_of(parts[name]), bytes_of(again[name])) for name in parts)
+    sizes = {name: tuple(part.shape) for name, part in parts.items()}
+    assert fmt.stored_shape(sizes, parts.__getitem__) == shape
+    assert float((read.dequantize() - weight).norm()) <= worst_error(fmt) * float(weight.norm()) + 1e-3
+
+
+def assert_parts_as_announced(fmt: Format, shape: tuple[int, int], parts: dict[str, Tensor]) -> None:
+    announced = fmt.parts(shape)
+    assert set(parts) == set(announced) <= set(fmt.suffixes)
+    for name, spec in announced.items():
+        assert parts[name].dtype == spec.dtype, name
+        assert ANY_LENGTH in spec.shape or tuple(parts[name].shape) == spec.shape, name
+        assert parts[name].is_contiguous(), name
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def worst_error(fmt: Format) -> float:
+    """Loose: it catches a wrong layout, which gives errors near 1; accuracy has its own tests."""
+    return {2: 1.0, 3: 0.5}.get(fmt.bits, 0.3)
+
+
+@settings(deadline=None)
+@given(
+    bits=st.sampled_from([2, 3, 4, 8]),
+    sym=st.booleans(),
+    version=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**16),
+    group=st.sampled_from([-1, 32, 64]),
+)
+def test_integer_rounding_stays_within_half_a_step(bits: int, sym: bool, version: int, seed: int, group: int) -> None:
+    weight = random_weight((16, 128), seed)
+    quantized = Gptq(bits=bits, sym=sym, version=version, group_size=group).quantize(weight)
+    steps = quantized.scales.float()[:, quantized.input_groups()]
+    error = (quantized.dequantize() - weight).abs() / steps
+    # A symmetric grid lacks the topmost value, and float16 scales shift the ends a little.
+    assert float(error.max()) <= (1.01 if sym else 0.5 + 0.05 * 2 ** (bits - 4) + 0.5 * (version == 1) + 0.5)
+
+
+def test_gptq_act_order_keeps_original_row_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (8, 64), generator=generator).to(torch.uint8)
+    group_of = torch.randperm(64, generator=generator).to(torch.int32) // 32
+    weight = IntegerWeight(codes, torch.rand(8, 2).half(), torch.full((8, 2), 8, dtype=torch.uint8), 4, 32, group_of)
+    fmt = Gptq(group_size=32, act_order=True)
+    parts = fmt.pack(weight)
+    assert torch.equal(parts["g_idx"], group_of)
+    by_hand = (codes.float() - 8) * weight.scales.float()[:, group_of.long()]
+    assert torch.equal(fmt.decode(parts), by_hand)
+    with pytest.raises(CannotHold, match="act-order"):
+        Gptq(group_size=32).pack(weight)
+    with pytest.raises(CannotHold, match="act-order"):
+        CtPacked(group_size=32).pack(weight)
+    with pytest.raises(CannotHold, match="act-order"):
+        Awq(group_size=32, sym=True).pack(weight)
+
+
+@pytest.mark.parametrize(("version", "word"), [(1, 0x77777777), (2, 0x88888888 - (1 << 32))])
+def test_gptq_symmetric_zero_words(version: int, word: int) -> None:
+    parts = Gptq(version=version).encode(torch.randn(8, 128))
+    assert parts["qzeros"].tolist() == [[word]]
+
+
+def test_gptq_v1_reads_whole_word_borrow() -> None:
+    """GPTQModel stores z - 1 by subtracting 0x11111111 from the word, so a 0 borrows from its neighbour."""
+    zeros = torch.tensor([[0, 5, 8, 15, 0, 0, 1, 2]], dtype=torch.uint8)
+    v2 = Gptq(sym=False, version=2, group_size=-1)
+    codes = torch.zeros(8, 8, dtype=torch.uint8)
+    parts = v2.pack(IntegerWeight(codes, torch.ones(8, 1).half(), zeros.T.contiguous(), 4, 8))
+    borrowed = parts | {"qzeros": parts["qzeros"] - 0x11111111}
+    assert torch.equal(Gptq(sym=False, version=1, group_size=-1).unpack(borrowed).zeros, zeros.T)
+
+
+def test_gptq_v1_never_needs_a_zero_point_of_zero() -> None:
+    weight = torch.rand(8, 128) + 0.5  # all positive
+    quantized = Gptq(sym=False).quantize(weight)
+    assert int(quantized.zeros.min()) >= 1
+    assert float((quantized.dequantize() - weight).abs().max()) < 0.06
+    with pytest.raises(CannotHold, match="version 2"):
+        Gptq(sym=False).pack(Gptq(sym=False, version=2).quantize(weight))
+
+
+def test_awq_column_order() -> None:
+    codes = torch.arange(8, dtype=torch.uint8)[:, None].repeat(1, 8)  # column c of the word holds code c
+    weight = IntegerWeight(codes, torch.ones(8, 1).half(), torch.zeros(8, 1, dtype=torch.uint8), 4, 8)
+    assert Awq(group_size=8).pack(weight)["qweight"].tolist() == [[0x75316420]] * 8
+
+
+def test_nf4_bytes_hold_the_earlier_code_in_the_high_half() -> None:
+    table = table_of("nf4")
+    parts = Nf4(double_quant=False).encode(table[None].repeat(1, 4))
+    assert parts["weight"].flatten().tolist() == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF] * 4
+    state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
+    assert state == {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [1, 64]}
+
+
+def test_every_table_entry_is_its_own_nearest() -> None:
+    for kind in ("nf4", "fp4"):
+        weight = table_of(kind)[None]
+        codes = Nf4(block=32).quantize(weight) if kind == "nf4" else Fp4(block=32).quantize(weight)
+        zero = weight[0] == 0  # FP4 has two zeros
+        assert torch.equal(codes.codes[~zero], torch.arange(16, dtype=torch.uint8)[~zero])
+
+
+def test_dynamic_table_is_the_published_one() -> None:
+    table = dynamic_table()
+    assert len(table) == 256
+    assert table[0] == pytest.approx(-0.99296874, abs=1e-8)
+    assert table[127] == 0
+    assert table[255] == 1
+
+
+def test_double_quantization_can_be_undone_but_not_invented() -> None:
+    nested = Nf4().quantize(torch.randn(64, 64))
+    plain = Nf4(double_quant=False)
+    assert torch.equal(plain.decode(plain.pack(nested)), nested.dequantize())
+    with pytest.raises(CannotHold, match="second time"):
+        Nf4().pack(plain.quantize(torch.randn(64, 64)))
+
+
+def test_llm_int8_rows() -> None:
+    parts = LlmInt8().encode(torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]))
+    assert parts["weight"].tolist() == [[64, -127, 32], [0, 0, 0]]
+    assert parts["SCB"].tolist() == [2.0, 0.0]
+
+
+def test_old_compressed_tensors_three_bit_padding() -> None:
+    """Versions up to 0.16 put ten 3-bit codes in a word and left two bits unused."""
+    fmt = CtPacked(bits=3, group_size=-1)
+    dense = fmt.encode(torch.randn(4, 64))
+    codes = fmt.unpack(dense).codes
+    old = torch.zeros(4, 7, dtype=torch.int32)
+    for k in range(64):
+        old[:, k // 10] |= codes[:, k].int() << (3 * (k % 10))
+    assert torch.equal(fmt.unpack(dense | {"weight_packed": old}).codes, codes)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape", "words"),
+    [
+        (Gptq(group_size=48), (8, 128), "128, which 48 does not divide"),
+        (Gptq(bits=3, group_size=8), (8, 40), "40, which 32 does not divide"),
+        (Awq(group_size=32), (12, 64), "12, which 8 does not divide"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(fmt: Format, shape: tuple[int, int], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        fmt.check(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gptk", {}, "did you mean 'gptq'"),
+        ("gptq", {"groupsize": 64}, "did you mean 'group_size'"),
+        ("gptq", {"bits": 5}, "2, 3, 4, 8"),
+        ("gptq", {"group_size": 0}, "group_size"),
+        ("awq", {"bits": 3}, "4"),
+        ("nf4", {"block": 48}, "block"),
+        ("ct-int8", {"group_size": 64}, "per row"),
+        ("ct-float8", {"strategy": "row"}, "tensor, channel, block"),
+    ],
+)
+def test_wrong_options_name_the_remedy(name: str, options: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        build(name, options, "bfloat16")
+
+
+def test_scales_that_overflow_are_refused() -> None:
+    with pytest.raises(InputError, match="overflow float16"):
+        Gptq().encode(torch.full((8, 128), 1e7))
+
+
+def test_kinds_do_not_mix() -> None:
+    weight = torch.randn(64, 64)
+    assert isinstance(Nf4().quantize(weight), CodebookWeight)
+    with pytest.raises(CannotHold, match="integer grids"):
+        Gptq().pack(Nf4().quantize(weight))
+    with pytest.raises(CannotHold, match="nf4 table"):
+        Nf4().pack(Gptq(group_size=64).quantize(weight))
