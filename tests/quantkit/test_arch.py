@@ -1,0 +1,280 @@
+"""Every fact in quantkit/arch.py against small random models that transformers builds."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from quantkit.arch import FAMILIES, Family, Fold, family_of
+from quantkit.errors import InputError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOKENS = torch.tensor([[5, 17, 90, 3, 44, 8, 61, 29]])
+
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def config_class(family: Family) -> Any:
+    return transformers.AutoConfig.for_model(family.model_type).__class__
+
+
+def config_of(family: Family, **changes: Any) -> Any:
+    """Eager attention: some versions of transformers leave out soft caps in their faster kinds."""
+    return config_class(family)(**(SIZES | {"attn_implementation": "eager"} | changes))
+
+
+@cache
+def cached_model(family: Family, changes: tuple[tuple[str, Any], ...]) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, family.architecture)(config_of(family, **dict(changes))).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # fresh norms are all alike and would hide mistakes
+            nn.init.uniform_(parameter, 0.2, 0.8)
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+def model_of(family: Family, **changes: Any) -> Any:
+    """A model with random weights; tests that change it take a copy."""
+    return cached_model(family, tuple(changes.items()))
+
+
+def file_of(family: Family, **changes: Any) -> dict[str, Any]:
+    """What config.json of such a model holds."""
+    values: dict[str, Any] = config_of(family, **changes).to_dict()
+    return values
+
+
+def blocks_of(model: Any, family: Family) -> Any:
+    return model.get_submodule(family.blocks)
+
+
+@every_family
+def test_is_found_by_model_type_and_names_its_class(family: Family) -> None:
+    assert family_of(file_of(family)) is family
+    assert config_of(family).model_type == family.model_type
+    assert type(model_of(family)).config_class is config_class(family)
+
+
+@every_family
+def test_linears_are_exactly_those_of_the_blocks(family: Family) -> None:
+    model = model_of(family)
+    inside = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    linears = family.linears(file_of(family))
+    assert set(linears) == inside
+    assert len(linears) == len(inside)
+    assert all(name.startswith(f"{family.blocks}.") for name in inside)
+
+
+@every_family
+def test_linears_come_in_forward_order_and_groups_share_their_input(family: Family) -> None:
+    model = model_of(family)
+    config = file_of(family)
+    seen: list[tuple[str, int]] = []
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: seen.append((name, args[0].data_ptr()))
+        )
+        for name in family.linears(config)
+    ]
+    model(TOKENS)
+    for hook in hooks:
+        hook.remove()
+    assert [name for name, _ in seen] == family.linears(config)
+    address = dict(seen)
+    for group in family.linear_groups(config):
+        assert len({address[name] for name in group}) == 1
+    assert family.linear_groups(config) == family.groups_of(0) + family.groups_of(1)
+
+
+@every_family
+@pytest.mark.parametrize("asked", [False, True])
+def test_biases(family: Family, asked: bool) -> None:
+    changes: dict[str, Any] = {"attention_bias": asked, "mlp_bias": asked}
+    block = blocks_of(model_of(family, **changes), family)[0]
+    biased = {
+        name for name, module in block.named_modules() if isinstance(module, nn.Linear) and module.bias is not None
+    }
+    assert set(family.biased(file_of(family, **changes))) == biased
+
+
+@every_family
+def test_norms(family: Family) -> None:
+    model = model_of(family)
+    block = blocks_of(model, family)[0]
+    norms = {name for name, _ in block.named_modules() if "norm" in name}
+    expected = {"input_layernorm", "post_attention_layernorm"}
+    if family.norm == "sandwich":
+        expected |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    if family.qk_norm:
+        expected |= {"self_attn.q_norm", "self_attn.k_norm"}
+        assert block.self_attn.q_norm.weight.numel() == family.size_of_head(file_of(family))
+    assert norms == expected
+
+    x = torch.randn(3, SIZES["hidden_size"])
+    norm = block.input_layernorm
+    unit = norm(x) / (norm.weight + family.norm_offset)
+    torch.testing.assert_close(unit, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), rtol=1e-4, atol=1e-5)
+
+
+@every_family
+def test_what_a_silent_config_means(family: Family) -> None:
+    silent = config_class(family)()
+    assert getattr(silent, family.activation_key) == family.activation
+    assert silent.tie_word_embeddings == family.tie_word_embeddings == family.tied({})
+    assert family.tied({"tie_word_embeddings": not family.tie_word_embeddings}) != family.tie_word_embeddings
+    assert getattr(silent, "query_pre_attn_scalar", None) == family.query_pre_attn_scalar
+    assert getattr(silent, "attn_logit_softcapping", None) == family.attn_logit_softcapping
+    assert getattr(silent, "final_logit_softcapping", None) == family.final_logit_softcapping
+    sizes = {"hidden_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    assert family.size_of_head(sizes) == getattr(config_class(family)(**sizes), "head_dim", 4096 // 8)
+
+
+@every_family
+def test_attention_scale_and_embedding_scale(family: Family) -> None:
+    changes = {} if family.query_pre_attn_scalar is None else {"query_pre_attn_scalar": 49}
+    model = model_of(family, **changes)
+    basis = 49 if changes else family.size_of_head(file_of(family))
+    assert blocks_of(model, family)[0].self_attn.scaling == pytest.approx(basis**-0.5)
+
+    embedding = model.model.embed_tokens
+    factor = SIZES["hidden_size"] ** 0.5 if family.scaled_embedding else 1.0
+    torch.testing.assert_close(embedding(TOKENS), embedding.weight[TOKENS] * factor)
+
+
+@every_family
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_soft_caps(family: Family, key: str) -> None:
+    """Gemma 3 reads a cap of the final logits only; its attention never applies one."""
+    applies = hasattr(config_class(family)(), key) and (
+        key == "final_logit_softcapping" or family.attn_logit_softcapping is not None
+    )
+    sharp = {"query_pre_attn_scalar": 1} if family.query_pre_attn_scalar else {}
+    plain = model_of(family, **sharp, **{key: None})(TOKENS).logits
+    capped = model_of(family, **sharp, **{key: 0.01})(TOKENS).logits
+    assert bool(torch.equal(plain, capped)) != applies
+
+
+@every_family
+def test_sliding_window_of_every_layer(family: Family) -> None:
+    changes: dict[str, Any] = {"num_hidden_layers": 8, "sliding_window": 4, "max_window_layers": 5}
+    for more in ({}, {"use_sliding_window": True}):
+        config = config_of(family, **changes, **more)
+        assert [family.window(config.to_dict(), layer) for layer in range(8)] == windows_in(config, family)
+    file = config_of(family, **changes).to_dict()
+    file.pop("layer_types", None)  # as in most published config.json files
+    assert [family.window(file, i) for i in range(8)] == windows_in(config_of(family, **changes), family)
+    for given in ({}, {"use_sliding_window": True, "max_window_layers": 0}):
+        assert family.window(given, 0) == windows_in(config_class(family)(**given), family)[0]
+    assert family.window({"sliding_window": None}, 0) is None
+
+
+def windows_in(config: Any, family: Family) -> list[int | None]:
+    known = config_class(family)()  # configs take any key; those that mean something are there without being given
+    width = config.sliding_window if hasattr(known, "sliding_window") else None
+    types = config.layer_types if hasattr(known, "layer_types") else ["sliding_attention"] * config.num_hidden_layers
+    return [width if kind == "sliding_attention" else None for kind in types]
+
+
+def layer_types(family: Family) -> list[str] | None:
+    return ["sliding_attention"] * 2 if hasattr(config_class(family)(), "layer_types") else None
+
+
+@every_family
+def test_a_window_limits_what_a_layer_sees(family: Family) -> None:
+    """Two layers with a window of 3 let token 7 see back to token 3; without windows it sees all."""
+    config = config_of(family, sliding_window=3, use_sliding_window=True, layer_types=layer_types(family))
+    torch.manual_seed(0)
+    model = getattr(transformers, family.architecture)(config).eval()
+    changed = TOKENS.clone()
+    changed[0, 2] = 77
+    same = torch.equal(model(TOKENS).logits[0, 7], model(changed).logits[0, 7])
+    assert same == (family.window(config.to_dict(), 0) == 3)
+
+
+@every_family
+def test_rope(family: Family) -> None:
+    config = config_of(family, partial_rotary_factor=0.5)
+    rotary = getattr(transformers, family.architecture)(config).model.rotary_emb
+    frequencies = {name: buffer for name, buffer in rotary.named_buffers() if "original" not in name}
+    rotated = {2 * buffer.numel() for buffer in frequencies.values()}
+    head = family.size_of_head(config.to_dict())
+    assert rotated == {head // 2 if family.rope == "partial" else head}
+    by_type = any("sliding_attention" in name for name in frequencies)
+    assert by_type == (family.rope == "per-layer-type")
+
+
+def fold_in(model: Any, family: Family, fold: Fold, config: dict[str, Any]) -> None:
+    """Moves random input scales of a group into its producer, as AWQ does."""
+    block = blocks_of(model, family)[1]
+    producer = block.get_submodule(fold.producer)
+    scales = torch.rand(family.folded_outputs(fold, config)) + 0.5
+    if fold.kind == "norm":
+        assert producer.weight.shape == scales.shape
+        producer.weight.data = (producer.weight.data + family.norm_offset) / scales - family.norm_offset
+    else:
+        producer.weight.data[-len(scales) :] /= scales.unsqueeze(1)
+        if producer.bias is not None:
+            producer.bias.data[-len(scales) :] /= scales
+    if fold.kind == "value":
+        sharing = config["num_attention_heads"] // config["num_key_value_heads"]
+        scales = scales.view(-1, 1, family.size_of_head(config)).expand(-1, sharing, -1).flatten()
+    for name in fold.consumers:
+        consumer = block.get_submodule(name)
+        assert consumer.in_features == len(scales)
+        consumer.weight.data *= scales
+
+
+@every_family
+def test_folds_cover_every_group_and_leave_the_model_unchanged(family: Family) -> None:
+    assert {fold.consumers for fold in family.folds} == set(family.groups)
+    biases = {"attention_bias": True, "mlp_bias": True}
+    config = file_of(family, **biases)
+    before = model_of(family, **biases)(TOKENS).logits
+    for fold in family.folds:
+        model = copy.deepcopy(model_of(family, **biases))
+        fold_in(model, family, fold, config)
+        torch.testing.assert_close(model(TOKENS).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_unknown_model_type_names_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"'qwen22' is not supported; did you mean 'qwen2'\? Known: gemma2, .*phi3"):
+        family_of({"model_type": "qwen22"})
+
+
+def test_missing_model_type() -> None:
+    with pytest.raises(InputError, match="no model_type; known families: gemma2"):
+        family_of({})
+
+
+def test_models_with_images_are_refused_with_the_reason() -> None:
+    with pytest.raises(InputError, match="'gemma3' takes more than text"):
+        family_of({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
+
+
+@pytest.mark.parametrize("layers", [None, 0, True, "2"])
+def test_wrong_layer_count(layers: object) -> None:
+    with pytest.raises(InputError, match=r"'num_hidden_layers' is .*positive whole number"):
+        FAMILIES["llama"].linears({"num_hidden_layers": layers})
+
+
+def test_families_are_values() -> None:
+    assert len(set(FAMILIES.values())) == len(FAMILIES)
