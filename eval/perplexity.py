@@ -1,0 +1,93 @@
+"""Perplexity with one fixed protocol, so that every number here compares with every other.
+
+The text is tokenized as it is, without special tokens; windows do not overlap; every token of a window but its first is
+predicted from the tokens before it in that window; losses are summed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError, StorageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A measured loss and the protocol that it was measured by."""
+
+    loss: float  # mean negative log-likelihood per predicted token, nats
+    tokens: int  # predicted tokens
+    bytes: int  # of text covered by the predicted tokens
+    windows: int
+    window: int
+    text: str
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Compares across tokenizers, which perplexity does not."""
+        return self.loss * self.tokens / self.bytes / math.log(2)
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return (
+            asdict(self) | derived | {"protocol": "no special tokens, windows do not overlap, first token not scored"}
+        )
+
+
+def measure_perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text_file: Path,
+    *,
+    window: int = 1024,
+    max_windows: int | None = None,
+    on_window: Callable[[str], None] = lambda item: None,
+) -> Perplexity:
+    """Perplexity of a text file, window by window."""
+    limit = getattr(model.config, "max_position_embeddings", window)
+    if not 2 <= window <= limit:
+        raise InputError(f"a window of {window} tokens does not fit the model; choose 2 to {limit}")
+    windows = token_windows(tokenizer, text_file, window, max_windows)
+    total = 0.0
+    for ids in windows:
+        total += window_loss(model, ids)
+        on_window("")
+    covered = sum(len(tokenizer.decode(ids[1:]).encode()) for ids in windows)
+    tokens = len(windows) * (window - 1)
+    return Perplexity(total / tokens, tokens, covered, len(windows), window, text_file.name)
+
+
+def token_windows(
+    tokenizer: PreTrainedTokenizerBase, text_file: Path, window: int, max_windows: int | None
+) -> list[Tensor]:
+    """The text as whole windows of token ids; a last short one is dropped."""
+    try:
+        text = text_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read the text {text_file}: {error}") from error
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    count = len(ids) // window
+    if count == 0:
+        raise InputError(f"{text_file} has {len(ids)} tokens, less than one window of {window}; use a longer text")
+    return list(ids[: count * window].view(count, window)[:max_windows])
+
+
+@torch.inference_mode()
+def window_loss(model: PreTrainedModel, ids: Tensor) -> float:
+    """Summed negative log-likelihood of ids[1:], in nats."""
+    logits = model(ids[None].to(model.device), use_cache=False).logits[0, :-1].float()
+    return float(torch.nn.functional.cross_entropy(logits, ids[1:].to(model.device), reduction="sum").double())

@@ -1,0 +1,174 @@
+"""Reading checkpoints: a folder of safetensors files, one or many, streamed tensor by tensor.
+
+`Checkpoint` lists what is there from the files' headers and reads a tensor only when asked. It knows which modules are
+quantized and in which format, so that callers see layers, not files. Writing is in `checkpoint_writer.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quantkit.errors import InputError, StorageError
+from quantkit.formats import Format, Parts, QuantizedWeight, TensorInfo, dialect_named
+
+INDEX = "model.safetensors.index.json"
+_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies and what its header says."""
+
+    file: Path
+    info: TensorInfo
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.info.shape).numel() * _BYTES.get(self.info.dtype, 8)
+
+
+class Checkpoint:
+    """A model folder, opened for reading. Raises StorageError, naming the file, for anything broken."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config = read_json(self.folder / "config.json", "a model folder needs one")
+        self.tensors = {name: stored for file in _weight_files(self.folder) for name, stored in _headers(file)}
+        _check_index(self.folder, self.tensors)
+
+    @cached_property
+    def formats(self) -> dict[str, Format]:
+        """The format of every quantized module; empty for a plain model."""
+        config = self.config.get("quantization_config")
+        if config is None:
+            return {}
+        infos = {name: stored.info for name, stored in self.tensors.items()}
+        return dialect_named(str(config.get("quant_method", "missing"))).read(config, infos)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the unquantized tensors, in torch's spelling."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        return str(named or "float32").removeprefix("torch.")
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor as stored."""
+        if name not in self.tensors:
+            raise StorageError(f"tensor {name} is missing in {self.folder}; the checkpoint is incomplete")
+        file = self.tensors[name].file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise _broken(file, error) from error
+
+    def part_names(self, module: str) -> list[str]:
+        """Full names of the tensors that make up a quantized module's weight."""
+        names = (f"{module}.{suffix}" for suffix in self.formats[module].suffixes)
+        return [name for name in names if name in self.tensors]
+
+    def parts(self, module: str) -> Parts:
+        """The parts of a quantized module as stored."""
+        return {name[len(module) + 1 :]: self.tensor(name) for name in self.part_names(module)}
+
+    def quantized(self, module: str) -> QuantizedWeight:
+        """A quantized module's weight, free of its layout."""
+        fmt = self.formats[module]
+        try:
+            return fmt.unpack(self.parts(module))
+        except KeyError as error:
+            raise StorageError(
+                f"{module} lacks its part {error} in {self.folder}; the checkpoint is incomplete"
+            ) from error
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise StorageError(f"{module} in {self.folder} is not a valid {fmt.name} layer: {error}") from error
+
+    def plain_names(self) -> list[str]:
+        """Tensors that belong to no quantized module's weight, in file order."""
+        owned = {name for module in self.formats for name in self.part_names(module)}
+        return [name for name in self.tensors if name not in owned]
+
+    def decoded(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The whole model as plain weights: (name, tensor) with quantized modules decoded."""
+        for name in self.plain_names():
+            tensor = self.tensor(name)
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for module in self.formats:
+            yield f"{module}.weight", self.quantized(module).dequantize(dtype or torch.float32)
+
+    def side_files(self) -> list[Path]:
+        """Tokenizer, generation settings, licence: everything small that travels with the weights."""
+        wanted = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
+        more = ("generation_config.json", "chat_template*", "LICENSE*", "NOTICE*")
+        return sorted({path for pattern in wanted + more for path in self.folder.glob(pattern) if path.is_file()})
+
+
+def read_json(file: Path, need: str) -> dict[str, Any]:
+    """A JSON object from a file, or one clear error."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise StorageError(f"{file} is missing; {need}") from error
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise StorageError(f"{file} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX, "").get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise StorageError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    single = folder / "model.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        extra = (
+            "; it holds pickle files, which quantkit does not open: save them as safetensors first" if pickled else ""
+        )
+        raise StorageError(f"no safetensors file in {folder}{extra}")
+    return files
+
+
+def _headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)
+                part = opened.get_slice(name)
+                yield name, StoredTensor(file, TensorInfo(part.get_dtype(), tuple(part.get_shape())))
+    except (SafetensorError, OSError) as error:
+        raise _broken(file, error) from error
+
+
+def _check_index(folder: Path, tensors: dict[str, StoredTensor]) -> None:
+    if not (folder / INDEX).exists():
+        return
+    missing = [name for name in read_json(folder / INDEX, "")["weight_map"] if name not in tensors]
+    if missing:
+        raise StorageError(
+            f"{folder / INDEX} names {len(missing)} tensors that no file holds, the first is {missing[0]}"
+        )
+
+
+def _broken(file: Path, error: Exception) -> StorageError:
+    if not file.exists():
+        return StorageError(f"{file} is missing; the checkpoint is incomplete, download it again")
+    return StorageError(f"{file} is truncated or corrupted ({error}); download or write it again")
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Refuses NaN and Inf: no method can make sense of them."""
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise InputError(f"tensor {name} holds {bad} NaN or Inf values; the source checkpoint is damaged, get it again")

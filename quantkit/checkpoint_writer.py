@@ -1,0 +1,176 @@
+"""Writing checkpoints: shards stream into a hidden folder that takes its final name only when complete.
+
+    with CheckpointWriter(output) as writer:
+        writer.add("model.norm.weight", tensor)
+        writer.add_json("config.json", config)
+        writer.finish()
+
+Leaving the block without `finish`, or with an error, removes everything written so far. A process that is killed
+leaves `.NAME.partial` behind, never a folder that looks finished.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.checkpoint import INDEX
+from quantkit.errors import InputError, StorageError
+
+DEFAULT_SHARD_BYTES = 1_000_000_000
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CheckpointWriter:
+    """Collects tensors into shards of at most `shard_bytes` and the files beside them."""
+
+    def __init__(
+        self,
+        output: str | Path,
+        *,
+        overwrite: bool = False,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        expected_bytes: int = 0,
+    ) -> None:
+        self.output = Path(output).absolute()
+        self.partial = self.output.with_name(f".{self.output.name}.partial")
+        self._overwrite = overwrite
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self.total_bytes = 0
+        check_output(self.output, overwrite)
+        self._check_space(expected_bytes)
+
+    def __enter__(self) -> CheckpointWriter:
+        with _storage_errors(self.partial):
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes one tensor; writes a shard when enough have come together."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().contiguous()
+        self._pending_bytes += size
+        self.total_bytes += size
+
+    def add_json(self, name: str, value: dict[str, Any]) -> None:
+        with _storage_errors(self.partial):
+            (self.partial / name).write_text(json.dumps(value, indent=2, sort_keys=False) + "\n", encoding="utf-8")
+
+    def add_file(self, source: Path) -> None:
+        with _storage_errors(self.partial):
+            shutil.copyfile(source, self.partial / source.name)
+
+    def finish(self, verify: Callable[[Path], None] = lambda folder: None) -> None:
+        """Writes what is pending and the index, lets `verify` read the result, then gives it its final name."""
+        self._flush()
+        with _storage_errors(self.partial):
+            self._name_shards()
+            _sync(self.partial)
+        verify(self.partial)
+        with _storage_errors(self.partial):
+            _replace(self.partial, self.output, self._overwrite)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        with _storage_errors(self.partial):
+            file = self.partial / f"shard-{len(self._shards):05d}.safetensors"
+            save_file(self._pending, file, metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _name_shards(self) -> None:
+        count = len(self._shards)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for index, name in enumerate(names):
+            (self.partial / f"shard-{index:05d}.safetensors").rename(self.partial / name)
+        if count > 1:
+            weight_map = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
+            self.add_json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
+
+    def _check_space(self, needed: int) -> None:
+        parent = self.output.parent
+        while not parent.exists():
+            parent = parent.parent
+        free = shutil.disk_usage(parent).free
+        if needed > free:
+            raise StorageError(
+                f"{self.output} needs about {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free there; "
+                "free some space or choose another output folder"
+            )
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuses an output path that exists, unless it is a checkpoint that may be overwritten."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise InputError(f"output {output} exists and is not a folder; choose another name")
+    if not overwrite:
+        raise InputError(f"output folder {output} exists; choose another name or pass --overwrite")
+    if any(output.iterdir()) and not (output / "config.json").exists():
+        raise InputError(
+            f"output folder {output} is not a checkpoint, so it will not be overwritten; choose another name"
+        )
+
+
+def _replace(partial: Path, output: Path, overwrite: bool) -> None:
+    check_output(output, overwrite)  # somebody may have made it meanwhile
+    old = output.with_name(f".{output.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if output.exists():
+        output.rename(old)
+    partial.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Asks the system to put every file on disk before the folder gets its final name."""
+    for file in folder.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _storage_errors(where: Path) -> Iterator[None]:
+    """Turns failures of the file system into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        raise _explained(where, error.errno in _DISK_FULL, error) from error
+    except SafetensorError as error:  # carries the system's message as text
+        full = any(f"os error {code}" in str(error) for code in _DISK_FULL)
+        raise _explained(where, full, error) from error
+
+
+def _explained(where: Path, disk_full: bool, error: Exception) -> StorageError:
+    if disk_full:
+        return StorageError(f"no space left for {where.parent}; nothing was kept, free some space and run again")
+    return StorageError(f"cannot write in {where.parent}: {error}; choose a folder you may write to")

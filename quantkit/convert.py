@@ -1,0 +1,102 @@
+"""Between formats without loss: the same codes and scales in another layout, or a refusal with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.arch import family_of
+from quantkit.checkpoint import Checkpoint, require_finite
+from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_output
+from quantkit.errors import CannotHold, InputError, QuantkitError, did_you_mean
+from quantkit.formats import FORMATS, Format, IntegerFormat, options_of
+from quantkit.pipeline import LM_HEAD, fingerprint, verify_written, write_config
+from quantkit.sources import model_folder
+
+# What a user may ask for, and the format and options that it means.
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptq": ("gptq", {"version": 1}),
+    "gptq-v2": ("gptq", {"version": 2}),
+    "awq": ("awq", {}),
+    "compressed-tensors": ("ct-packed", {}),
+    "w8a8": ("ct-int8", {}),
+    "nf4-plain": ("nf4", {"double_quant": False}),
+    "fp4-plain": ("fp4", {"double_quant": False}),
+}
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    output: str
+    source_format: str
+    target_format: str
+    layers: int
+    bytes: int
+
+
+def convert(
+    checkpoint: str | Path,
+    to: str,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    on_layer: Callable[[str], None] = lambda module: None,
+) -> ConvertReport:
+    """Rewrites a quantized checkpoint in another format; every decoded weight stays bit for bit the same."""
+    if to not in TARGETS:
+        raise InputError(f"cannot convert to '{to}'; {did_you_mean(to, TARGETS)}")
+    check_output(Path(output).absolute(), overwrite)
+    source = Checkpoint(model_folder(checkpoint))
+    if not source.formats:
+        raise InputError(f"{source.folder} is not quantized, so there are no codes to convert; use quantize")
+    targets: dict[str, Format] = {}
+    promised: dict[str, float] = {}
+    with CheckpointWriter(output, overwrite=overwrite, shard_bytes=shard_bytes) as writer:
+        for name in source.plain_names():
+            tensor = source.tensor(name)
+            require_finite(name, tensor)
+            writer.add(name, tensor)
+        for module, old in source.formats.items():
+            targets[module], promised[module] = _convert_layer(source, module, old, to, writer)
+            on_layer(module)
+        write_config(writer, source, targets, _kept(source))
+        writer.finish(lambda folder: verify_written(folder, promised))
+    names = [", ".join(sorted({fmt.name for fmt in side.values()})) for side in (source.formats, targets)]
+    return ConvertReport(str(output), names[0], names[1], len(targets), writer.total_bytes)
+
+
+def _convert_layer(
+    source: Checkpoint, module: str, old: Format, to: str, writer: CheckpointWriter
+) -> tuple[Format, float]:
+    quantized = source.quantized(module)
+    try:
+        new = target_format(old, to)
+        new.check(quantized.shape)
+        parts = new.pack(quantized)
+    except InputError as error:
+        raise CannotHold(f"{module} cannot become {to}: {error}") from error
+    decoded = quantized.dequantize()
+    if not torch.equal(new.decode(parts), decoded):
+        raise QuantkitError(f"{module} would change its values as {to}; this is a bug, please report it")
+    for suffix, part in parts.items():
+        writer.add(f"{module}.{suffix}", part)
+    return new, fingerprint(decoded)
+
+
+def target_format(old: Format, to: str) -> Format:
+    """The target with every option taken over from the source that both have."""
+    name, options = TARGETS[to]
+    if issubclass(FORMATS[name], IntegerFormat) != isinstance(old, IntegerFormat):
+        raise CannotHold(f"{old.name} and {name} do not store the same kind of codes (integer grid or value table)")
+    taken = {option: getattr(old, option) for option in options_of(name) if hasattr(old, option)}
+    return FORMATS[name](**(taken | options))
+
+
+def _kept(source: Checkpoint) -> list[str]:
+    linears = family_of(source.config).linears(source.config)
+    return [LM_HEAD, *(module for module in linears if module not in source.formats)]

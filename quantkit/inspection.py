@@ -1,0 +1,113 @@
+"""What is inside a checkpoint: format, bits, bytes per part and per layer, and who can load it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.arch import family_of
+from quantkit.checkpoint import Checkpoint
+from quantkit.engines import Layers, Verdict, verdicts
+from quantkit.errors import InputError, StorageError
+from quantkit.formats.base import Shape
+from quantkit.sources import model_folder
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Bytes by scheme, by kind of part and by decoder layer; engines with their verdicts."""
+
+    folder: str
+    model_type: str
+    dtype: str
+    quant_method: str | None
+    parameters: int
+    bytes: int
+    quantized_weights: int
+    bits_per_weight: float  # of all parameters
+    quantized_bits_per_weight: float | None  # of the quantized layers, scales and all
+    schemes: dict[str, int]  # scheme -> number of modules
+    part_bytes: dict[str, int]
+    layer_bytes: dict[str, int]
+    engines: tuple[Verdict, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect_checkpoint(model: str | Path) -> Inspection:
+    """Reads headers and config only, no weights beyond the few small parts that tell a layer's shape."""
+    checkpoint = Checkpoint(model_folder(model))
+    formats = checkpoint.formats
+    quantized = sum(math.prod(_layer_shape(checkpoint, module)) for module in formats)
+    part_names = [name for module in formats for name in checkpoint.part_names(module)]
+    quantized_bytes = sum(checkpoint.tensors[name].nbytes for name in part_names)
+    plain = sum(math.prod(checkpoint.tensors[name].info.shape) for name in checkpoint.plain_names())
+    total = sum(stored.nbytes for stored in checkpoint.tensors.values())
+    return Inspection(
+        folder=str(checkpoint.folder),
+        model_type=str(checkpoint.config.get("model_type", "unknown")),
+        dtype=checkpoint.dtype,
+        quant_method=(checkpoint.config.get("quantization_config") or {}).get("quant_method"),
+        parameters=quantized + plain,
+        bytes=total,
+        quantized_weights=quantized,
+        bits_per_weight=8 * total / max(quantized + plain, 1),
+        quantized_bits_per_weight=8 * quantized_bytes / quantized if quantized else None,
+        schemes=dict(Counter(f"{fmt.name} {fmt.describe()}" for fmt in formats.values())),
+        part_bytes=_part_bytes(checkpoint),
+        layer_bytes=_layer_bytes(checkpoint),
+        engines=tuple(verdicts(Layers(formats, _kept_in_blocks(checkpoint)))),
+    )
+
+
+def _layer_shape(checkpoint: Checkpoint, module: str) -> Shape:
+    sizes = {suffix: checkpoint.tensors[name].info.shape for suffix, name in _suffixes(checkpoint, module)}
+    try:
+        return checkpoint.formats[module].stored_shape(sizes, lambda part: checkpoint.tensor(f"{module}.{part}"))
+    except (KeyError, IndexError) as error:
+        raise StorageError(
+            f"{module} lacks its part {error} in {checkpoint.folder}; the checkpoint is incomplete"
+        ) from error
+
+
+def _suffixes(checkpoint: Checkpoint, module: str) -> list[tuple[str, str]]:
+    return [(name[len(module) + 1 :], name) for name in checkpoint.part_names(module)]
+
+
+def _part_bytes(checkpoint: Checkpoint) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for module in checkpoint.formats:
+        for suffix, name in _suffixes(checkpoint, module):
+            sizes[suffix] += checkpoint.tensors[name].nbytes
+    sizes["unquantized"] = sum(checkpoint.tensors[name].nbytes for name in checkpoint.plain_names())
+    return dict(sizes)
+
+
+def _layer_bytes(checkpoint: Checkpoint) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for name, stored in checkpoint.tensors.items():
+        layer = _LAYER.search(name)
+        sizes[f"layer {layer[1]}" if layer else name.removesuffix(".weight")] += stored.nbytes
+    return dict(sorted(sizes.items(), key=lambda item: (not item[0].startswith("layer "), _natural(item[0]))))
+
+
+def _natural(text: str) -> tuple[int, str]:
+    number = re.search(r"\d+", text)
+    return (int(number[0]) if number else 0, text)
+
+
+def _kept_in_blocks(checkpoint: Checkpoint) -> tuple[str, ...]:
+    if not checkpoint.formats:
+        return ()
+    try:
+        linears = family_of(checkpoint.config).linears(checkpoint.config)
+    except InputError:  # a family that quantkit does not quantize can still be looked at
+        return ()
+    return tuple(module for module in linears if module not in checkpoint.formats)

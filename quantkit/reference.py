@@ -1,0 +1,110 @@
+"""Any supported checkpoint as a transformers model with decoded weights: the reference for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError, StorageError
+from quantkit.formats.base import DTYPES, check_choice
+from quantkit.sources import model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_reference(model: str | Path, dtype: str | None = None, device: str = "cpu") -> PreTrainedModel:
+    """A transformers model with plain weights, decoded where the checkpoint is quantized.
+
+    `dtype` is float32, bfloat16 or float16 and defaults to the checkpoint's own. Activations are never quantized here,
+    whatever the format asks an engine to do.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    checkpoint = Checkpoint(model_folder(model))
+    dtype = dtype or checkpoint.dtype
+    check_choice("dtype", dtype, tuple(DTYPES))
+    plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    try:
+        config = AutoConfig.for_model(**plain)
+    except (KeyError, ValueError) as error:
+        raise InputError(f"transformers cannot build model_type '{plain.get('model_type')}': {error}") from error
+    weights = dict(checkpoint.decoded(DTYPES[dtype]))
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    _check_names(skeleton, weights, checkpoint.folder)
+    with quiet_transformers():
+        loaded = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=DTYPES[dtype])
+    return loaded.to(device).eval()
+
+
+def _check_names(skeleton: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:
+    """transformers would fill what is missing with random numbers and only warn."""
+    expected = skeleton.state_dict()
+    tied = set(getattr(skeleton, "all_tied_weights_keys", None) or {}) if skeleton.config.tie_word_embeddings else set()
+    missing = [name for name in expected if name not in weights and name not in tied]
+    if missing:
+        raise StorageError(f"{folder} lacks {len(missing)} tensors of the model, the first is {missing[0]}")
+    for name, tensor in expected.items():
+        if name in weights and weights[name].shape != tensor.shape:
+            given, wanted = tuple(weights[name].shape), tuple(tensor.shape)
+            raise StorageError(f"tensor {name} in {folder} has shape {given}, the model needs {wanted}")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Holds back the progress bars that transformers prints even where nobody watches."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    folder = model_folder(model)
+    if not any(folder.glob("tokenizer*")):
+        raise StorageError(f"{folder} has no tokenizer files; copy them from the original model")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def generate_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    chat: bool = False,
+) -> str:
+    """The continuation of a prompt by transformers' own generate; greedy at temperature 0."""
+    if chat and not tokenizer.chat_template:
+        raise InputError("this model's tokenizer has no chat template; leave out --chat")
+    if chat:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    limit = model.config.max_position_embeddings
+    if length == 0:
+        raise InputError("the prompt is empty; give at least one word")
+    if length + max_tokens > limit:
+        raise InputError(f"{length} prompt tokens and {max_tokens} new ones exceed the model's context of {limit}")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    output = model.generate(**inputs, max_new_tokens=max_tokens, pad_token_id=pad, **sampling)
+    return str(tokenizer.decode(output[0, length:], skip_special_tokens=True))

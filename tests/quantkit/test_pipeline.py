@@ -1,0 +1,98 @@
+"""quantize and load_reference: every bundled recipe, end to end on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import quantkit
+from quantkit.checkpoint import Checkpoint
+from quantkit.inspection import inspect_checkpoint
+from quantkit.pipeline import fingerprint
+from quantkit.recipe import list_recipes
+
+RECIPES = [recipe.name for recipe in list_recipes()]
+IDS = torch.arange(3, 99)[None]
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return quantkit.load_reference(folder, dtype="float32")(IDS).logits
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_writes_what_it_reads_back(recipe: str, tiny_model: Path, tmp_path: Path) -> None:
+    report = quantkit.quantize(tiny_model, recipe, tmp_path / "out")
+    assert len(report.layers) == 14
+    written = Checkpoint(tmp_path / "out")
+    source = Checkpoint(tiny_model)
+    for layer in report.layers:
+        decoded = written.quantized(layer.module).dequantize()
+        original = source.tensor(f"{layer.module}.weight").float()
+        assert float((decoded - original).norm() / original.norm()) == pytest.approx(layer.relative_error, rel=1e-5)
+    for name in source.tensors:
+        if name.removesuffix(".weight") not in written.formats:
+            assert torch.equal(written.tensor(name), source.tensor(name)), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reference_logits_equal_a_model_patched_by_hand(recipe: str, tiny_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(tiny_model, recipe, tmp_path / "out")
+    by_hand = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    formats = Checkpoint(tmp_path / "out").formats
+    for module, linear in by_hand.named_modules():
+        if isinstance(linear, torch.nn.Linear) and module != "lm_head":
+            linear.weight.data = formats[module].quantize(linear.weight.data).dequantize()
+    with torch.no_grad():
+        expected = by_hand(IDS).logits
+    assert torch.allclose(logits_of(tmp_path / "out"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fewer_bits_lose_more(tiny_model: Path, tmp_path: Path) -> None:
+    errors = []
+    for recipe in ("rtn-w8", "rtn-w4g128", "rtn-w3g128", "rtn-w2g64"):
+        report = quantkit.quantize(tiny_model, recipe, tmp_path / recipe)
+        errors.append(sum(layer.relative_error for layer in report.layers))
+    assert errors == sorted(errors)
+    assert errors[0] < 0.1 * errors[1]
+
+
+def test_bits_per_weight_count_scales(tiny_model: Path, tmp_path: Path) -> None:
+    report = quantkit.quantize(tiny_model, "rtn-w4g128-ct", tmp_path / "out")
+    shape_bytes = 16 * len(report.layers)  # weight_shape: two int64
+    weights = sum(layer.weights for layer in report.layers)
+    assert report.bits_per_weight == pytest.approx(4 + 16 / 128 + 8 * shape_bytes / weights)
+    assert inspect_checkpoint(tmp_path / "out").quantized_bits_per_weight == pytest.approx(report.bits_per_weight)
+
+
+def test_sharded_output_is_the_same_model(tiny_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(tiny_model, "nf4", tmp_path / "one")
+    quantkit.quantize(tiny_model, "nf4", tmp_path / "many", shard_bytes=100_000)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert torch.equal(logits_of(tmp_path / "one"), logits_of(tmp_path / "many"))
+
+
+def test_two_runs_write_the_same_bytes(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        quantkit.quantize(tiny_model, "rtn-w4g128", tmp_path / name)
+    files = sorted(file.name for file in (tmp_path / "a").iterdir())
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
+
+
+def test_config_carries_what_readers_want(tiny_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(tiny_model, "rtn-w4g128", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    wanted = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+    assert wanted.items() <= config["quantization_config"].items()
+    assert json.loads((tmp_path / "out" / "quantize_config.json").read_text()) == config["quantization_config"]
+
+
+def test_fingerprint_sees_swaps_and_single_bits() -> None:
+    weight = torch.randn(64, 64)
+    swapped = weight.clone()
+    swapped[3, 4], swapped[5, 6] = weight[5, 6], weight[3, 4]
+    nudged = weight.clone()
+    nudged[7, 7] = torch.nextafter(weight[7, 7], torch.tensor(9.0))
+    assert len({fingerprint(weight), fingerprint(swapped), fingerprint(nudged)}) == 3

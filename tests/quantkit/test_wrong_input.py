@@ -1,0 +1,203 @@
+"""Wrong input: one clear line on stderr that names the remedy, exit code 2, and nothing written."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A private copy that a test may break."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def assert_refused(cli: Cli, folder: Path, *args: object, words: tuple[str, ...]) -> None:
+    before = sorted(folder.rglob("*"))
+    code, out, err = cli(*args)
+    assert code == 2, err
+    assert out == ""
+    assert err.startswith("quantkit: ")
+    assert err.count("\n") == 1, err
+    for word in words:
+        assert word in err, err
+    assert sorted(folder.rglob("*")) == before
+
+
+def quantize_args(model: object, output: Path, recipe: object = "rtn-w4g128", *more: object) -> tuple[object, ...]:
+    return ("quantize", model, "-r", recipe, "-o", output, *more)
+
+
+def test_path_that_is_not_there(run_cli: Cli, tmp_path: Path) -> None:
+    for command in (("inspect",), ("eval",), ("generate", "hello")):
+        args = (command[0], tmp_path / "nowhere", *command[1:])
+        assert_refused(run_cli, tmp_path, *args, words=("nowhere", "config.json", "demo"))
+    args = quantize_args(tmp_path / "nowhere", tmp_path / "out")
+    assert_refused(run_cli, tmp_path, *args, words=("nowhere", "hub name"))
+
+
+def test_unreachable_hub_name(tmp_path: Path) -> None:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    args = [sys.executable, "-m", "quantkit", "inspect", "some-org/some-model"]
+    run = subprocess.run(args, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 2
+    assert "no folder 'some-org/some-model' here, and the hub" in run.stderr
+
+
+def test_folder_without_config(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    (model / "config.json").unlink()
+    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=("config.json is missing",))
+
+
+def test_broken_config(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    (model / "config.json").write_text('{"model_type": ')
+    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=("config.json", "JSON"))
+
+
+def test_unknown_architecture(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "llamma"}))
+    words = ("llamma", "did you mean 'llama'", "qwen3", "gemma2", "phi3")
+    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
+
+
+def test_truncated_and_corrupted_weights(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    words = ("model.safetensors is truncated or corrupted",)
+    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
+    file.write_bytes(b"\xff" * 8 + whole[8:])
+    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
+    file.write_bytes(b"")
+    assert_refused(run_cli, tmp_path, "inspect", model, words=words)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_nan_and_inf(run_cli: Cli, model: Path, tmp_path: Path, value: float, name: str) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    args = quantize_args(model, tmp_path / "out")
+    assert_refused(run_cli, tmp_path, *args, words=(name, "NaN or Inf"))
+
+
+def test_group_size_that_does_not_divide(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    args = quantize_args(model, tmp_path / "out", "rtn-w4g128", "--set", "format.group_size=96")
+    words = ("model.layers.0.self_attn.q_proj", "256", "96 does not divide", "choose a group size")
+    assert_refused(run_cli, tmp_path, *args, words=words)
+
+
+def test_unknown_recipe_key_and_command(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    args = quantize_args(model, tmp_path / "out", "rtn-w4g218")
+    assert_refused(run_cli, tmp_path, *args, words=("rtn-w4g218", "did you mean 'rtn-w4g128'"))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("summary: x\nmethod: rtn\nformat: {name: gptq, groupsize: 64}\n")
+    args = quantize_args(model, tmp_path / "out", recipe)
+    assert_refused(run_cli, tmp_path, *args, words=("mine.yaml", "groupsize", "group_size"))
+    args = quantize_args(model, tmp_path / "out", "nf4", "--set", "format.blok=32")
+    assert_refused(run_cli, tmp_path, *args, words=("blok", "block"))
+    assert_refused(run_cli, tmp_path, "quantise", words=("did you mean 'quantize'",))
+    assert_refused(run_cli, tmp_path, "quantize", model, words=("--recipe",))
+
+
+def test_output_that_exists(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=("out exists", "--overwrite"))
+
+
+def test_quantized_twice(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    assert run_cli(*quantize_args(model, tmp_path / "once"))[0] == 0
+    args = quantize_args(tmp_path / "once", tmp_path / "twice")
+    assert_refused(run_cli, tmp_path, *args, words=("quantized already", "convert"))
+
+
+def test_missing_and_misshapen_tensors(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    short = {name: tensor for name, tensor in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
+    save_file(short, model / "model.safetensors", metadata={"format": "pt"})
+    args = quantize_args(model, tmp_path / "out")
+    assert_refused(run_cli, tmp_path, *args, words=("model.layers.1.mlp.up_proj.weight", "incomplete"))
+    assert_refused(run_cli, tmp_path, "eval", model, words=("lacks", "model.layers.1.mlp.up_proj.weight"))
+    wide = tensors | {"model.norm.weight": torch.ones(255)}
+    save_file(wide, model / "model.safetensors", metadata={"format": "pt"})
+    assert_refused(run_cli, tmp_path, "eval", model, words=("model.norm.weight", "(255,)", "(256,)"))
+
+
+def test_quantized_checkpoint_without_a_part(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    assert run_cli(*quantize_args(model, tmp_path / "q"))[0] == 0
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.scales"]
+    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    assert_refused(run_cli, tmp_path, "inspect", tmp_path / "q", words=("model.layers.0.mlp.up_proj.scales", "missing"))
+
+
+def test_unknown_quantization_method(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
+    assert_refused(run_cli, tmp_path, "inspect", model, words=("'hqq' is not supported", "compressed-tensors"))
+
+
+def test_text_shorter_than_a_window(run_cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    args = ("eval", "demo", "--text", tmp_path / "short.txt")
+    assert_refused(run_cli, tmp_path, *args, words=("short.txt", "less than one window"))
+    assert_refused(run_cli, tmp_path, "eval", "demo", "--text", tmp_path / "none.txt", words=("none.txt",))
+    assert_refused(run_cli, tmp_path, "eval", "demo", "--window", 99999, words=("99999", "does not fit"))
+
+
+def limit_file_size() -> None:
+    """Stands in for a full disk in a child process: no file may grow beyond 200 kB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+
+def quantize_in_child(model: Path, output: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    args = [sys.executable, "-m", "quantkit", "quantize", str(model), "-r", "rtn-w4g128", "-o", str(output)]
+    return subprocess.run(args, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_files_that_may_not_grow(model: Path, tmp_path: Path) -> None:
+    run = quantize_in_child(model, tmp_path / "out", preexec_fn=limit_file_size)
+    assert run.returncode == 2, run.stderr
+    assert "no space left" in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == [model]
+
+
+def test_disk_that_fills_up(model: Path, tmp_path: Path) -> None:
+    """A real small file system; its free space is taken after the check that runs before writing."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        run = quantize_in_child(model, disk / "out")
+        assert run.returncode == 2
+        assert "MB are free" in run.stderr
+        code = (
+            "import shutil, sys; from types import SimpleNamespace\n"
+            "shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 40)\n"
+            "from quantkit.cli import main; main(sys.argv[1:])"
+        )
+        args = ["quantize", str(model), "-r", "rtn-w4g128", "-o", str(disk / "out")]
+        run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
+        assert run.returncode == 2, run.stderr
+        assert "no space left" in run.stderr
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
