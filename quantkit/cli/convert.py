@@ -1,0 +1,37 @@
+"""quantkit convert"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from quantkit.cli.common import human_bytes, json_option, output_option, overwrite_option, print_json, progress_bar
+
+
+@click.command("convert", short_help="Rewrite a quantized checkpoint in another format, without loss.")
+@click.argument("checkpoint")
+@click.option(
+    "--to", required=True, metavar="FORMAT", help="gptq, gptq-v2, awq, compressed-tensors, w8a8, nf4-plain ..."
+)
+@output_option
+@overwrite_option
+@json_option
+def command(checkpoint: str, to: str, output: str, overwrite: bool, as_json: bool) -> None:
+    """Rewrite CHECKPOINT in another format. The same codes and scales, or a refusal with the reason.
+
+    \b
+    quantkit convert demo-w4 --to compressed-tensors -o demo-w4-ct
+    quantkit convert model-awq --to gptq-v2 -o model-gptq
+    """
+    from quantkit.convert import convert
+
+    with progress_bar(f"to {to}") as advance:
+        report = convert(checkpoint, to, output, overwrite=overwrite, on_layer=advance)
+    if as_json:
+        print_json(asdict(report))
+        return
+    click.echo(
+        f"{report.output}: {report.layers} layers from {report.source_format} to {report.target_format}, "
+        f"{human_bytes(report.bytes)}, every decoded weight unchanged"
+    )

@@ -1,0 +1,90 @@
+"""The command line as a user types it: human output, --json, quiet pipes, help."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quantkit.cli import COMMANDS
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(run_cli: Cli, name: str) -> None:
+    code, out, _ = run_cli(name, "--help")
+    assert code == 0
+    assert f"Usage: quantkit {name}" in out
+    assert name == "recipes" or f"quantkit {name}" in out.split("\n", 1)[1], "help shows an example"
+
+
+def test_version(run_cli: Cli) -> None:
+    assert run_cli("--version")[1].startswith("quantkit 0.")
+
+
+def test_quantize_inspect_convert(run_cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    code, out, err = run_cli("quantize", tiny_model, "-r", "rtn-w4g128", "-o", tmp_path / "w4")
+    assert (code, err) == (0, "")
+    assert "14 layers" in out
+    assert "verified" in out
+    code, out, _ = run_cli("inspect", tmp_path / "w4")
+    assert code == 0
+    for word in ("W4 g128 sym", "qweight", "layer 1", "lm_head", "vLLM", "yes"):
+        assert word in out
+    code, out, _ = run_cli("convert", tmp_path / "w4", "--to", "compressed-tensors", "-o", tmp_path / "ct")
+    assert code == 0
+    assert "unchanged" in out
+
+
+def test_json_everywhere(run_cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    report = json.loads(run_cli("quantize", tiny_model, "-r", "nf4", "-o", tmp_path / "q", "--json")[1])
+    assert report["recipe"] == "nf4"
+    assert 4 < report["bits_per_weight"] < 4.5
+    assert len(report["layers"]) == 14
+    found = json.loads(run_cli("inspect", tmp_path / "q", "--json")[1])
+    assert found["quant_method"] == "bitsandbytes"
+    assert {verdict["engine"]: verdict["loads"] for verdict in found["engines"]}["transformers"]
+    converted = run_cli("convert", tmp_path / "q", "--to", "nf4-plain", "-o", tmp_path / "p", "--json")[1]
+    assert json.loads(converted)["layers"] == 14
+    recipes = json.loads(run_cli("recipes", "--json")[1])
+    assert {"nf4", "llm-int8", "rtn-w4g128"} <= {recipe["name"] for recipe in recipes}
+    evaluated = json.loads(run_cli("eval", "demo", "--max-windows", 1, "--window", 64, "--json")[1])
+    assert evaluated["windows"] == 1
+
+
+def test_recipes_lists_each_with_a_line(run_cli: Cli) -> None:
+    out = run_cli("recipes")[1]
+    assert "rtn-w4g128" in out
+    assert "llm-int8" in out
+
+
+def test_generate_prints_only_the_text(run_cli: Cli) -> None:
+    code, out, err = run_cli("generate", "demo", "The function returns", "--max-tokens", 12)
+    assert (code, err) == (0, "")
+    assert 10 < len(out.strip()) < 120
+    again = run_cli("generate", "demo", "The function returns", "--max-tokens", 12, "--json")[1]
+    assert json.loads(again)["text"] == out.rstrip("\n")
+    sampled = [run_cli("generate", "demo", "A list", "--temperature", 1, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_chat_stops_at_the_end_of_the_turn(run_cli: Cli) -> None:
+    code, out, _ = run_cli("generate", "demo", "What is a list?", "--chat", "--max-tokens", 200)
+    assert code == 0
+    assert "<|" not in out
+
+
+def test_demo_on_a_few_windows(run_cli: Cli, tmp_path: Path) -> None:
+    code, out, err = run_cli("demo", "-o", tmp_path / "demo", "--max-windows", 2)
+    assert (code, err) == (0, "")
+    for word in ("bfloat16", "llm-int8", "nf4", "rtn-w4g128", "rtn-w3g128", "bits/weight"):
+        assert word in out
+
+
+def test_module_entry_and_closed_pipe() -> None:
+    run = subprocess.run([sys.executable, "-m", "quantkit", "recipes"], capture_output=True, text=True, check=True)
+    assert "nf4" in run.stdout
+    assert run.stderr == ""
