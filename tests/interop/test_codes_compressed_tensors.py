@@ -1,0 +1,94 @@
+"""Our compressed-tensors layouts against the package of that name: packing, reading and writing."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format
+from quantkit.formats.bits import pack, unpack
+from quantkit.formats.compressed_tensors import CompressedTensorsDialect
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
+
+
+def _normal(*shape: int) -> Tensor:
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * 0.05
+    weight[0] = 0  # an all-zero row
+    weight[1] = 0.25  # a constant one
+    weight[2].abs_()  # one whose zero point is 0 where it is asymmetric
+    return weight
+
+
+def _scheme(fmt: Format) -> Any:
+    """The scheme that compressed-tensors reads from the config we write."""
+    from compressed_tensors.quantization import QuantizationScheme
+
+    config = CompressedTensorsDialect().write({"layer": fmt}, [])
+    return QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+
+
+def _compressor(fmt: Format, ct: ModuleType) -> Any:
+    """The compressor that compressed-tensors picks for the format name we write."""
+    return ct.BaseCompressor.get_value_from_registry(_scheme(fmt).format)
+
+
+PACKED = [
+    CtPacked(bits=bits, group_size=size, sym=sym, dtype=dtype)
+    for bits in (2, 3, 4, 5, 6, 7, 8)
+    for size in (32, 128, -1)
+    for sym in (True, False)
+    for dtype in ("bfloat16", "float16")
+]
+OTHERS = [
+    CtInt8(),
+    CtInt8(dtype="float32"),
+    *(CtFloat8(strategy=strategy) for strategy in ("tensor", "channel", "block")),
+]
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100, 257])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packing_is_the_same(bits: int, count: int, ct: ModuleType) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+    codes = torch.randint(0, 1 << bits, (5, count), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    signed = (codes.int() - (1 << (bits - 1))).to(torch.int8)
+    words = pack(codes, bits)
+    assert torch.equal(words, pack_to_int32(signed, bits))
+    assert torch.equal(unpack_from_int32(words, bits, signed.shape), signed)
+    assert torch.equal(unpack(words, bits, count), codes)
+    assert torch.equal(pack_to_int32(signed.T.contiguous(), bits, packed_dim=0), words.T)
+
+
+@pytest.mark.parametrize("shape", [(48, 256), (40, 384), (130, 128)], ids=str)
+@pytest.mark.parametrize("fmt", [*PACKED, *OTHERS], ids=lambda fmt: f"{fmt.name} {fmt.describe()} {fmt.dtype}")
+def test_compressed_tensors_decodes_ours_to_the_same_bits(fmt: Format, shape: tuple[int, int], ct: ModuleType) -> None:
+    parts = fmt.encode(_normal(*shape))
+    theirs = _compressor(fmt, ct).decompress(parts, _scheme(fmt))["weight"]
+    assert theirs.dtype == parts["weight_scale"].dtype
+    assert torch.equal(theirs, fmt.decode(parts, theirs.dtype))
+
+
+@pytest.mark.parametrize("fmt", [*PACKED, *OTHERS], ids=lambda fmt: f"{fmt.name} {fmt.describe()} {fmt.dtype}")
+def test_we_decode_what_compressed_tensors_wrote(fmt: Format, ct: ModuleType) -> None:
+    """Same scales and zero points in, the same parts out, to the last bit."""
+    parts = fmt.encode(_normal(48, 256))
+    scheme, compressor = _scheme(fmt), _compressor(fmt, ct)
+    weight = fmt.decode(parts)  # in float32: their rounding works in the dtype of the weight
+    state = {"weight": weight, "weight_scale": parts["weight_scale"], "weight_zero_point": _zeros(fmt, parts)}
+    theirs = compressor.compress(state, scheme)
+    assert torch.equal(fmt.decode(theirs), fmt.decode(parts))
+    for name, part in parts.items():
+        assert torch.equal(theirs[name].view(part.dtype), part), name
+
+
+def _zeros(fmt: Format, parts: dict[str, Tensor]) -> Tensor | None:
+    """Signed zero points, as compressed-tensors takes them."""
+    if not isinstance(fmt, CtPacked) or fmt.sym:
+        return None
+    return (fmt.unpack(parts).zeros.int() - (1 << (fmt.bits - 1))).to(torch.int8)

@@ -1,0 +1,194 @@
+"""Whole checkpoints: what we write, transformers loads through the peers, and it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quantkit
+from quantkit.checkpoint import Checkpoint
+from quantkit.convert import convert
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
+
+MIXED = """
+summary: Four bits, eight where it matters.
+method: rtn
+format: {name: ct-packed, bits: 4, group_size: 128}
+keep: ["model.layers.0.self_attn.o_proj"]
+overrides:
+  - {modules: "*.mlp.down_proj", bits: 8}
+"""
+KEPT = """
+summary: One kind of layer stays as it is.
+method: rtn
+format: {name: gptq, bits: 4, group_size: 128}
+keep: ["*.mlp.down_proj"]
+"""
+ROWS = """
+summary: Four bits with one zero point per row.
+method: rtn
+format: {name: ct-packed, bits: 4, group_size: -1, sym: false}
+"""
+FP8_TENSOR = """
+summary: FP8 with one scale per tensor.
+method: rtn
+format: {name: ct-float8, strategy: tensor}
+"""
+OWN = {"mixed": MIXED, "kept": KEPT, "rows": ROWS, "fp8-tensor": FP8_TENSOR}
+
+EXACT = 1e-2  # bfloat16 arithmetic alone makes 0.7%
+INT8 = 2.5e-2  # activations are rounded as well
+FLOAT8 = 6e-2  # to three bits of mantissa
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The layer class that a peer puts in place, and the dtypes that its weight then has."""
+
+    layers: tuple[str, ...]
+    holds: dict[str, torch.dtype]
+
+
+ATEN = Peer(("TorchAtenLinear",), {"qweight": torch.int32})
+AWQ = Peer(("TorchAtenAwqLinear", "AwqTorchLinear"), {"qweight": torch.int32})
+BNB4 = Peer(("Linear4bit",), {"weight": torch.uint8})
+BNB8 = Peer(("Linear8bitLt",), {"weight": torch.int8})
+PACKED = Peer(("Linear",), {"weight_packed": torch.int32})  # compressed-tensors fills the layers of the model
+W8A8 = Peer(("Linear",), {"weight": torch.int8})
+FP8 = Peer(("Linear",), {"weight": torch.float8_e4m3fn})
+
+CHECKPOINTS: dict[str, tuple[Peer, float]] = {
+    "rtn-w4g128": (ATEN, EXACT),
+    "rtn-w8": (Peer(("TorchLinear",), {"qweight": torch.int32}), EXACT),
+    "kept": (ATEN, EXACT),
+    "rtn-w4g128-asym": (AWQ, EXACT),
+    "nf4": (BNB4, EXACT),
+    "nf4-plain": (BNB4, EXACT),
+    "fp4": (BNB4, EXACT),
+    "llm-int8": (BNB8, INT8),
+    "rtn-w4g128-ct": (PACKED, EXACT),
+    "rtn-w3g128": (PACKED, EXACT),
+    "rtn-w2g64": (PACKED, EXACT),
+    "mixed": (PACKED, EXACT),
+    "rows": (PACKED, EXACT),
+    "rtn-w8a8": (W8A8, INT8),
+    "fp8": (FP8, FLOAT8),
+    "fp8-block": (FP8, FLOAT8),
+    "fp8-tensor": (FP8, FLOAT8),
+}
+CONVERTED: list[tuple[str, str, Peer]] = [
+    ("rtn-w4g128", "compressed-tensors", PACKED),  # scales stay float16 in a bfloat16 model
+    ("rtn-w4g128-asym", "compressed-tensors", PACKED),
+    ("rtn-w4g128", "gptq-v2", ATEN),
+    ("rtn-w4g128", "awq", AWQ),
+    ("rtn-w4g128-ct", "gptq", ATEN),
+    ("nf4", "nf4-plain", BNB4),
+]
+
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def make(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Quantizes by a recipe's name, once."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def quantize(name: str) -> Path:
+        output = folder / name
+        if not output.exists():
+            recipe = folder / f"{name}.yaml"
+            if name in OWN:
+                recipe.write_text(OWN[name])
+            quantkit.quantize(model, str(recipe) if name in OWN else name, output)
+        return output
+
+    return quantize
+
+
+def _load(checkpoint: Path, dtype: torch.dtype | str = "auto") -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu")
+    return loaded.eval()
+
+
+def _logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(tokens).logits
+    return logits.float()
+
+
+def _error(checkpoint: Path, peer: Peer, tokens: Tensor) -> float:
+    """||peer - reference|| / ||reference|| of the logits, after a look at the layers that the peer made."""
+    loaded = _load(checkpoint)
+    formats = Checkpoint(checkpoint).formats
+    for name, module in loaded.named_modules():
+        if name in formats:
+            assert type(module).__name__ in peer.layers
+            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+            assert {part: tensors[part].dtype for part in peer.holds} == peer.holds
+        elif isinstance(module, nn.Linear):
+            assert module.weight.is_floating_point()
+    expected = _logits(quantkit.load_reference(checkpoint, dtype="float32"), tokens)
+    error = float((_logits(loaded, tokens) - expected).norm() / expected.norm())
+    print(f"relative error of the logits: {error:.2e}")
+    return error
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_agree(
+    name: str, make: Make, tokens: Tensor, bnb: ModuleType, ct: ModuleType, gptqmodel: ModuleType
+) -> None:
+    peer, limit = CHECKPOINTS[name]
+    assert _error(make(name), peer, tokens) <= limit
+
+
+@pytest.mark.parametrize(("name", "to", "peer"), CONVERTED, ids=lambda value: value if isinstance(value, str) else "")
+def test_logits_agree_after_conversion(
+    name: str, to: str, peer: Peer, make: Make, tokens: Tensor, tmp_path: Path, ct: ModuleType, gptqmodel: ModuleType
+) -> None:
+    convert(make(name), to, tmp_path / "converted")
+    assert _error(tmp_path / "converted", peer, tokens) <= EXACT
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_weights_are_equal(
+    name: str, make: Make, tokens: Tensor, bnb: ModuleType, ct: ModuleType, gptqmodel: ModuleType
+) -> None:
+    """Every layer that the peer holds decodes to our bits; the logits above also carry its arithmetic."""
+    loaded = _load(make(name))
+    if CHECKPOINTS[name][0].layers == ("Linear",):
+        _logits(loaded, tokens)  # compressed-tensors decompresses on the way
+    checkpoint = Checkpoint(make(name))
+    assert checkpoint.formats
+    for module in checkpoint.formats:
+        theirs = _decoded(loaded.get_submodule(module))
+        torch.testing.assert_close(theirs, checkpoint.quantized(module).dequantize(theirs.dtype), rtol=3e-7, atol=0)
+
+
+def _decoded(layer: Any) -> Tensor:
+    """A layer's weight [out, in] by the peer's own function."""
+    import bitsandbytes.functional as bnb
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    kind = type(layer).__name__
+    if kind == "Linear4bit":
+        weight = bnb.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    elif kind == "Linear8bitLt":
+        weight = bnb.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+    elif kind in AWQ.layers:
+        weight = dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, layer.group_size).T
+    else:
+        weight = layer.weight if kind == "Linear" else layer.dequantize_weight().T
+    assert isinstance(weight, Tensor)
+    return weight
