@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quantkit.errors import InputError, StorageError
-from quantkit.formats import Format, Parts, QuantizedWeight, TensorInfo, dialect_named
+from quantkit.formats import Format, Parts, QuantizedWeight, Shape, TensorInfo, dialect_named
 
 INDEX = "model.safetensors.index.json"
 _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
+
+
+# What Python and torch raise when names, types or shapes in a file are not what they should be.
+_MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
 class StoredTensor(NamedTuple):
@@ -50,7 +55,13 @@ class Checkpoint:
         if config is None:
             return {}
         infos = {name: stored.info for name, stored in self.tensors.items()}
-        return dialect_named(str(config.get("quant_method", "missing"))).read(config, infos)
+        try:
+            return dialect_named(str(config.get("quant_method", "missing"))).read(config, infos)
+        except InputError as error:
+            raise type(error)(f"{self.folder}: {error}") from error
+        except _MALFORMED as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise StorageError(f"{self.folder / 'config.json'}: malformed quantization_config ({reason})") from error
 
     @property
     def dtype(self) -> str:
@@ -81,15 +92,29 @@ class Checkpoint:
 
     def quantized(self, module: str) -> QuantizedWeight:
         """A quantized module's weight, free of its layout."""
-        fmt = self.formats[module]
+        with self._naming(module):
+            return self.formats[module].unpack(self.parts(module))
+
+    def weight(self, module: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A quantized module's weight, decoded."""
+        with self._naming(module):
+            return self.quantized(module).dequantize(dtype)
+
+    def layer_shape(self, module: str) -> Shape:
+        """(out, in) of a quantized module, from headers and small parts only."""
+        sizes = {name[len(module) + 1 :]: self.tensors[name].info.shape for name in self.part_names(module)}
+        with self._naming(module):
+            return self.formats[module].stored_shape(sizes, lambda part: self.tensor(f"{module}.{part}"))
+
+    @contextmanager
+    def _naming(self, module: str) -> Iterator[None]:
+        """Parts that do not fit together fail deep inside; this says which layer of which checkpoint it was."""
         try:
-            return fmt.unpack(self.parts(module))
-        except KeyError as error:
-            raise StorageError(
-                f"{module} lacks its part {error} in {self.folder}; the checkpoint is incomplete"
-            ) from error
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise StorageError(f"{module} in {self.folder} is not a valid {fmt.name} layer: {error}") from error
+            yield
+        except _MALFORMED as error:
+            reason = f"part {error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            name = self.formats[module].name
+            raise StorageError(f"{module} in {self.folder} is not a valid {name} layer: {reason}") from error
 
     def plain_names(self) -> list[str]:
         """Tensors that belong to no quantized module's weight, in file order."""
@@ -102,7 +127,7 @@ class Checkpoint:
             tensor = self.tensor(name)
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         for module in self.formats:
-            yield f"{module}.weight", self.quantized(module).dequantize(dtype or torch.float32)
+            yield f"{module}.weight", self.weight(module, dtype or torch.float32)
 
     def side_files(self) -> list[Path]:
         """Tokenizer, generation settings, licence: everything small that travels with the weights."""

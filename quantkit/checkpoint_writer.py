@@ -97,7 +97,10 @@ class CheckpointWriter:
             return
         with _storage_errors(self.partial):
             file = self.partial / f"shard-{len(self._shards):05d}.safetensors"
+            file.touch()
+            usual_mode = file.stat().st_mode
             save_file(self._pending, file, metadata={"format": "pt"})
+            file.chmod(usual_mode)  # safetensors makes files that only their owner may read
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 

@@ -12,8 +12,7 @@ from typing import Any
 from quantkit.arch import family_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.engines import Layers, Verdict, verdicts
-from quantkit.errors import InputError, StorageError
-from quantkit.formats.base import Shape
+from quantkit.errors import InputError
 from quantkit.sources import model_folder
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -45,7 +44,7 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
     """Reads headers and config only, no weights beyond the few small parts that tell a layer's shape."""
     checkpoint = Checkpoint(model_folder(model))
     formats = checkpoint.formats
-    quantized = sum(math.prod(_layer_shape(checkpoint, module)) for module in formats)
+    quantized = sum(math.prod(checkpoint.layer_shape(module)) for module in formats)
     part_names = [name for module in formats for name in checkpoint.part_names(module)]
     quantized_bytes = sum(checkpoint.tensors[name].nbytes for name in part_names)
     plain = sum(math.prod(checkpoint.tensors[name].info.shape) for name in checkpoint.plain_names())
@@ -65,16 +64,6 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
         layer_bytes=_layer_bytes(checkpoint),
         engines=tuple(verdicts(Layers(formats, _kept_in_blocks(checkpoint)))),
     )
-
-
-def _layer_shape(checkpoint: Checkpoint, module: str) -> Shape:
-    sizes = {suffix: checkpoint.tensors[name].info.shape for suffix, name in _suffixes(checkpoint, module)}
-    try:
-        return checkpoint.formats[module].stored_shape(sizes, lambda part: checkpoint.tensor(f"{module}.{part}"))
-    except (KeyError, IndexError) as error:
-        raise StorageError(
-            f"{module} lacks its part {error} in {checkpoint.folder}; the checkpoint is incomplete"
-        ) from error
 
 
 def _suffixes(checkpoint: Checkpoint, module: str) -> list[tuple[str, str]]:

@@ -83,15 +83,15 @@ class Awq(IntegerFormat):
         if weight.group_of is not None:
             raise CannotHold("awq has no place for scattered groups (act-order)")
         return {
-            "qweight": _pack_columns(weight.codes.T),
-            "qzeros": _pack_columns(weight.zeros.T),
-            "scales": weight.scales.T.contiguous(),
+            "qweight": _pack_columns(weight.codes.mT),
+            "qzeros": _pack_columns(weight.zeros.mT),
+            "scales": weight.scales.mT.contiguous(),
         }
 
     def unpack(self, parts: Mapping[str, Tensor]) -> IntegerWeight:
-        codes = _unpack_columns(parts["qweight"]).T.contiguous()
-        zeros = _unpack_columns(parts["qzeros"]).T.contiguous()
-        return IntegerWeight(codes, parts["scales"].T.contiguous(), zeros, 4, self.group_width(codes.shape[1]))
+        codes = _unpack_columns(parts["qweight"]).mT.contiguous()
+        zeros = _unpack_columns(parts["qzeros"]).mT.contiguous()
+        return IntegerWeight(codes, parts["scales"].mT.contiguous(), zeros, 4, self.group_width(codes.shape[1]))
 
 
 class AwqDialect(Dialect):

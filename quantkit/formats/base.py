@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ Shape = tuple[int, int]  # (out_features, in_features)
 ANY_LENGTH = -1  # in a PartSpec: a one-dimensional part whose length is known only when it is written
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+_SPOKEN = {int: "a whole number", bool: "true or false", str: "text", float: "a number"}
 
 
 class PartSpec(NamedTuple):
@@ -54,6 +57,13 @@ class Format(ABC):
     dtype_follows_model: ClassVar[bool]  # whether the option `dtype` defaults to the model's own dtype
     dtype: str
     bits: int
+
+    def __post_init__(self) -> None:
+        """Refuses options of the wrong type, which configs and recipes may bring; subclasses then check the values."""
+        for option, hint in get_type_hints(type(self)).items():
+            value = getattr(self, option, None)
+            if hint in (int, bool, str, float) and type(value) not in ((int, float) if hint is float else (hint,)):
+                raise InputError(f"{self.name}: {option} is {value!r}, but must be {_SPOKEN[hint]}")
 
     @abstractmethod
     def check(self, shape: Shape) -> None:

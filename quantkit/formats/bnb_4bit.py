@@ -45,6 +45,7 @@ class Bnb4Bit(Format):
     bits: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(f"{self.name}: block", self.block, BLOCK_SIZES)
         check_choice(f"{self.name}: dtype", self.dtype, tuple(DTYPES))
         check_choice(f"{self.name}: bits", self.bits, (4,))

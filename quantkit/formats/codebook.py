@@ -50,7 +50,9 @@ def nearest(values: Tensor, table: Tensor) -> Tensor:
     """uint8 index of the nearest table entry; a value in the middle of two takes the smaller entry."""
     ascending, order = table.to(values.device).sort()
     bounds = (ascending[:-1] + ascending[1:]) / 2
-    return order.to(torch.uint8)[torch.bucketize(values, bounds, out_int32=True)]
+    rank = torch.bucketize(values, bounds, out_int32=True)
+    in_order = torch.equal(order, torch.arange(len(order), device=order.device))  # all tables but FP4's
+    return rank.to(torch.uint8) if in_order else order.to(torch.uint8)[rank]
 
 
 def scale_blocks(values: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,7 @@ class CtFloat8(Format):
     bits: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("ct-float8: strategy", self.strategy, ("tensor", "channel", "block"))
         check_choice("ct-float8: dtype", self.dtype, tuple(DTYPES))
         check_choice("ct-float8: bits", self.bits, (8,))

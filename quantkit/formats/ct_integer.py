@@ -63,7 +63,7 @@ class CtPacked(IntegerFormat):
             "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
         }
         if not self.sym:
-            parts["weight_zero_point"] = pack(weight.zeros.T, self.bits).T.contiguous()
+            parts["weight_zero_point"] = pack(weight.zeros.mT, self.bits).mT.contiguous()
         return parts
 
     def unpack(self, parts: Mapping[str, Tensor]) -> IntegerWeight:
@@ -71,7 +71,7 @@ class CtPacked(IntegerFormat):
         scales = parts["weight_scale"]
         codes = self._unpack_words(parts["weight_packed"], inputs)
         if "weight_zero_point" in parts:
-            zeros = self._unpack_words(parts["weight_zero_point"].T, out).T.contiguous()
+            zeros = self._unpack_words(parts["weight_zero_point"].mT, out).mT.contiguous()
         else:
             zeros = torch.full_like(scales, middle_code(self.bits), dtype=torch.uint8)
         return IntegerWeight(codes, scales, zeros, self.bits, self.group_width(inputs), parts.get("weight_g_idx"))

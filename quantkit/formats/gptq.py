@@ -87,22 +87,22 @@ class Gptq(IntegerFormat):
             raise CannotHold("gptq version 1 cannot store a zero point of 0; use version 2 or compressed-tensors")
         zeros = weight.zeros - 1 if self.version == 1 else weight.zeros
         return {
-            "qweight": pack(weight.codes, self.bits).T.contiguous(),
-            "qzeros": pack(zeros.T, self.bits),
-            "scales": weight.scales.T.contiguous(),
+            "qweight": pack(weight.codes, self.bits).mT.contiguous(),
+            "qzeros": pack(zeros.mT, self.bits),
+            "scales": weight.scales.mT.contiguous(),
             "g_idx": weight.input_groups().to(torch.int32),
         }
 
     def unpack(self, parts: Mapping[str, Tensor]) -> IntegerWeight:
         out = parts["scales"].shape[1]
         inputs = parts["qweight"].shape[0] * 32 // self.bits
-        codes = unpack(parts["qweight"].T, self.bits, inputs)
-        zeros = self._unpack_zeros(parts["qzeros"], out).T.contiguous()
+        codes = unpack(parts["qweight"].mT, self.bits, inputs)
+        zeros = self._unpack_zeros(parts["qzeros"], out).mT.contiguous()
         width = self.group_width(inputs)
         scattered = parts.get("g_idx")
         if scattered is not None and torch.equal(scattered, contiguous_groups(inputs, width, scattered.device)):
             scattered = None
-        return IntegerWeight(codes, parts["scales"].T.contiguous(), zeros, self.bits, width, scattered)
+        return IntegerWeight(codes, parts["scales"].mT.contiguous(), zeros, self.bits, width, scattered)
 
     def _unpack_zeros(self, words: Tensor, out: int) -> Tensor:
         """Zero points [groups, out]. GPTQModel subtracts 1 from whole words, so borrows are undone on whole words."""

@@ -107,6 +107,7 @@ class IntegerFormat(Format):
     dtype: str = "float16"  # of the scales
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(f"{self.name}: bits", self.bits, self.allowed_bits)
         check_choice(f"{self.name}: dtype", self.dtype, tuple(DTYPES))
         if self.group_size != -1 and self.group_size < 8:

@@ -48,6 +48,7 @@ class LlmInt8(Format):
     bits: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("llm-int8: bits", self.bits, (8,))
         check_choice("llm-int8: dtype", self.dtype, tuple(DTYPES))
         if not self.threshold >= 0:  # NaN is not
@@ -69,6 +70,8 @@ class LlmInt8(Format):
     def quantize(self, weight: Tensor) -> AbsmaxInt8Weight:
         half = weight.to(torch.float16).float()  # bitsandbytes sees the weight in float16
         row_absmax = half.abs().amax(-1)
+        if not bool(torch.isfinite(row_absmax).all()):
+            raise InputError("weights beyond 65504 do not fit LLM.int8, which works in float16; use another format")
         codes = torch.round(half * (127.0 / row_absmax.clamp(min=1e-38)).unsqueeze(-1)).to(torch.int8)
         return AbsmaxInt8Weight(codes, row_absmax)
 

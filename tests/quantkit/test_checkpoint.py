@@ -37,6 +37,8 @@ def test_one_file_when_it_fits(tmp_path: Path) -> None:
     write(tmp_path / "out", {"t": torch.randn(4), "wide": torch.randn(8, 8).T})
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert load_file(tmp_path / "out" / "model.safetensors")["t"].shape == (4,)
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "weights are as readable as the files beside them"
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -250,6 +250,8 @@ def test_wrong_options_name_the_remedy(name: str, options: dict[str, object], wo
 def test_scales_that_overflow_are_refused() -> None:
     with pytest.raises(InputError, match="overflow float16"):
         Gptq().encode(torch.full((8, 128), 1e7))
+    with pytest.raises(InputError, match="65504"):
+        LlmInt8().encode(torch.full((8, 128), 1e5))
 
 
 def test_kinds_do_not_mix() -> None:
