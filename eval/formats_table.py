@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.eval.perplexity import measure_perplexity
 from quantkit.inspection import inspect_checkpoint
 from quantkit.pipeline import quantize
+from quantkit.progress import Progress, silent
 from quantkit.reference import load_reference, load_tokenizer
 from quantkit.sources import model_folder
 
@@ -44,7 +45,7 @@ def compare_formats(
     text: Path = HELDOUT_TEXT,
     window: int = 1024,
     max_windows: int | None = None,
-    on_format: Callable[[str], None] = lambda name: None,
+    on_format: Progress = silent,
 ) -> FormatsTable:
     """Quantizes `model` by each recipe into a folder under `output` and measures every result the same way."""
     folder = model_folder(model)
@@ -59,7 +60,7 @@ def compare_formats(
         found = inspect_checkpoint(path)
         bits = found.quantized_bits_per_weight or found.bits_per_weight
         rows.append(FormatRow(name, found.bytes, bits, result.perplexity, result.bits_per_byte))
-        on_format(name)
+        on_format(name, len(folders))
     protocol = (
         f"Perplexity of {text.name}: {result.windows} windows of {window} tokens that do not overlap, weights decoded, "
         "float32 arithmetic."

@@ -7,7 +7,6 @@ predicted from the tokens before it in that window; losses are summed in float64
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError, StorageError
+from quantkit.progress import Progress, silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ def measure_perplexity(
     *,
     window: int = 1024,
     max_windows: int | None = None,
-    on_window: Callable[[str], None] = lambda item: None,
+    on_window: Progress = silent,
 ) -> Perplexity:
     """Perplexity of a text file, window by window."""
     limit = getattr(model.config, "max_position_embeddings", window)
@@ -63,9 +63,9 @@ def measure_perplexity(
         raise InputError(f"a window of {window} tokens does not fit the model; choose 2 to {limit}")
     windows = token_windows(tokenizer, text_file, window, max_windows)
     total = 0.0
-    for ids in windows:
+    for index, ids in enumerate(windows):
         total += window_loss(model, ids)
-        on_window("")
+        on_window(f"window {index + 1}", len(windows))
     covered = sum(len(tokenizer.decode(ids[1:]).encode()) for ids in windows)
     tokens = len(windows) * (window - 1)
     return Perplexity(total / tokens, tokens, covered, len(windows), window, text_file.name)

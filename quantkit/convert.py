@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, CheckpointWriter, ch
 from quantkit.errors import CannotHold, InputError, QuantkitError, did_you_mean
 from quantkit.formats import FORMATS, Format, IntegerFormat, options_of
 from quantkit.pipeline import LM_HEAD, fingerprint, verify_written, write_config
+from quantkit.progress import Progress, silent
 from quantkit.sources import model_folder
 
 # What a user may ask for, and the format and options that it means.
@@ -45,7 +45,7 @@ def convert(
     *,
     overwrite: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_layer: Callable[[str], None] = lambda module: None,
+    on_layer: Progress = silent,
 ) -> ConvertReport:
     """Rewrites a quantized checkpoint in another format; every decoded weight stays bit for bit the same."""
     if to not in TARGETS:
@@ -63,7 +63,7 @@ def convert(
             writer.add(name, tensor)
         for module, old in source.formats.items():
             targets[module], promised[module] = _convert_layer(source, module, old, to, writer)
-            on_layer(module)
+            on_layer(module, len(source.formats))
         write_config(writer, source, targets, _kept(source))
         writer.finish(lambda folder: verify_written(folder, promised))
     names = [", ".join(sorted({fmt.name for fmt in side.values()})) for side in (source.formats, targets)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.formats import Format, dialect_of
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.methods import method_named
+from quantkit.progress import Progress, silent
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.sources import model_folder
 
@@ -61,7 +62,7 @@ def quantize(
     *,
     overwrite: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_layer: Callable[[str], None] = lambda module: None,
+    on_layer: Progress = silent,
 ) -> QuantizeReport:
     """Quantizes a model (folder, hub name or `demo`) by a recipe (name, file or value) into a new folder."""
     check_output(Path(output).absolute(), overwrite)
@@ -105,7 +106,7 @@ def _write_tensors(
     chosen: Mapping[str, Format],
     method: str,
     writer: CheckpointWriter,
-    on_layer: Callable[[str], None],
+    on_layer: Progress,
 ) -> tuple[list[LayerReport], dict[str, float]]:
     """Streams every tensor through; returns the layers' reports and the fingerprints to verify the files against."""
     quantize_layer = method_named(method)
@@ -128,7 +129,7 @@ def _write_tensors(
         size = sum(part.numel() * part.element_size() for part in parts.values())
         error = relative_error(decoded, tensor)
         layers.append(LayerReport(module, fmt.describe(), tensor.numel(), size, error))
-        on_layer(module)
+        on_layer(module, len(chosen))
     return layers, promised
 
 

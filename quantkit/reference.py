@@ -12,13 +12,16 @@ import torch
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, StorageError
 from quantkit.formats.base import DTYPES, check_choice
+from quantkit.progress import Progress, silent
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_reference(model: str | Path, dtype: str | None = None, device: str = "cpu") -> PreTrainedModel:
+def load_reference(
+    model: str | Path, dtype: str | None = None, device: str = "cpu", *, on_tensor: Progress = silent
+) -> PreTrainedModel:
     """A transformers model with plain weights, decoded where the checkpoint is quantized.
 
     `dtype` is float32, bfloat16 or float16 and defaults to the checkpoint's own. Activations are never quantized here,
@@ -34,7 +37,10 @@ def load_reference(model: str | Path, dtype: str | None = None, device: str = "c
         config = AutoConfig.for_model(**plain)
     except (KeyError, ValueError) as error:
         raise InputError(f"transformers cannot build model_type '{plain.get('model_type')}': {error}") from error
-    weights = dict(checkpoint.decoded(DTYPES[dtype]))
+    weights = {}
+    for name, tensor in checkpoint.decoded(DTYPES[dtype]):
+        weights[name] = tensor
+        on_tensor(name, len(checkpoint.plain_names()) + len(checkpoint.formats))
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     _check_names(skeleton, weights, checkpoint.folder)

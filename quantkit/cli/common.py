@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from quantkit.progress import Progress
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the output folder if it is a checkpoint.")
@@ -36,26 +38,26 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def _numeric(text: str) -> bool:
-    return text.replace(",", "").replace(".", "").strip("-+%x ").isdigit() or text in ("", "-")
+    return text.lstrip("+-")[:1].isdigit() or text in ("", "-")
 
 
 @contextmanager
-def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+def progress_bar(label: str) -> Iterator[Progress]:
     """Gives a function to call after each finished item; shows a bar on stderr only when stderr is a terminal."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[item]}"),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("[dim]{task.fields[item]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=total, item="")
+    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=None, item="")
 
-        def advance(item: str) -> None:
-            progress.update(task, advance=1, item=item)
+        def advance(item: str, total: int) -> None:
+            progress.update(task, advance=1, total=total, item=item)
 
         yield advance
 

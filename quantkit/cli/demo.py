@@ -22,7 +22,7 @@ def command(output: str, max_windows: int | None, as_json: bool) -> None:
     """
     from quantkit.eval.formats_table import compare_formats
 
-    with progress_bar("demo", len(RECIPES) + 1) as advance:
+    with progress_bar("demo") as advance:
         result = compare_formats("demo", RECIPES, output, max_windows=max_windows, on_format=advance)
     if as_json:
         print_json(result.to_dict())

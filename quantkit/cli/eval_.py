@@ -32,8 +32,9 @@ def command(
     from quantkit.eval.perplexity import measure_perplexity
     from quantkit.reference import load_reference, load_tokenizer
 
-    loaded = load_reference(model, dtype, device)
-    with progress_bar("windows", max_windows) as advance:
+    with progress_bar("loading") as advance:
+        loaded = load_reference(model, dtype, device, on_tensor=advance)
+    with progress_bar("windows") as advance:
         result = measure_perplexity(
             loaded,
             load_tokenizer(model),

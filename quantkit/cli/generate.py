@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from quantkit.cli.common import json_option, print_json
+from quantkit.cli.common import json_option, print_json, progress_bar
 
 
 @click.command("generate", short_help="Continue a prompt, or answer it with --chat.")
@@ -27,8 +27,10 @@ def command(
     """
     from quantkit.reference import generate_text, load_reference, load_tokenizer
 
+    with progress_bar("loading") as advance:
+        loaded = load_reference(model, device=device, on_tensor=advance)
     text = generate_text(
-        load_reference(model, device=device),
+        loaded,
         load_tokenizer(model),
         prompt,
         max_tokens=max_tokens,

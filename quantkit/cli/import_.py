@@ -26,9 +26,9 @@ def command(file: str, output: str, dtype: str, overwrite: bool, as_json: bool) 
     quantkit import SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2
     quantkit generate smollm2 "What is a list?" --chat
     """
-    from quantkit.gguf_import import import_gguf, tensor_count
+    from quantkit.gguf_import import import_gguf
 
-    with progress_bar("importing", tensor_count(file)) as advance:
+    with progress_bar("importing") as advance:
         summary = import_gguf(file, output, dtype=dtype, overwrite=overwrite, on_tensor=advance)
     if as_json:
         print_json(summary)

@@ -13,7 +13,6 @@ lost: the folder holds the decoded numbers, rounded to `dtype`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,12 @@ import torch
 from quantkit.checkpoint_writer import CheckpointWriter, check_output
 from quantkit.errors import InputError, did_you_mean
 from quantkit.gguf_import.config import family_of_file, generation_config, model_config
-from quantkit.gguf_import.reader import GgufFile, open_gguf, tensor_count
+from quantkit.gguf_import.reader import GgufFile, open_gguf
 from quantkit.gguf_import.tokenizer import tokenizer_files
 from quantkit.gguf_import.weights import placements, read_weight, tensor_types
+from quantkit.progress import Progress, silent
 
-__all__ = ["DTYPES", "import_gguf", "tensor_count"]
+__all__ = ["DTYPES", "import_gguf"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -37,9 +37,9 @@ def import_gguf(
     *,
     dtype: str = "bfloat16",
     overwrite: bool = False,
-    on_tensor: Callable[[str], None] | None = None,
+    on_tensor: Progress = silent,
 ) -> dict[str, Any]:
-    """Writes the folder and returns a summary. `on_tensor` is called with the name of each tensor after it is written.
+    """Writes the folder and returns a summary.
 
     Everything that can be known without decoding is checked before the first byte is written.
     """
@@ -55,8 +55,7 @@ def import_gguf(
     with CheckpointWriter(output, overwrite=overwrite, expected_bytes=needed) as writer:
         for place in places:
             writer.add(place.target, read_weight(source, place, DTYPES[dtype]))
-            if on_tensor is not None:
-                on_tensor(place.source)
+            on_tensor(place.source, len(places))
         writer.add_json("config.json", config)
         writer.add_json("generation_config.json", generation_config(source, config))
         writer.add_json("tokenizer.json", tokenizer)

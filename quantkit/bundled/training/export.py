@@ -1,0 +1,81 @@
+"""Writes a trained model as a Hugging Face folder, checks it against the trained module, measures it and packs it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import tarfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import __version__ as transformers_version
+
+from .model import Decoder
+
+PART_BYTES = 15 * 1024 * 1024
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def save(model: Decoder, config: LlamaConfig, tokenizer: Path, out: Path, facts: dict[str, object]) -> None:
+    """Writes weights in bfloat16, configuration, generation settings, tokenizer and the facts of the run."""
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.named_parameters()}
+    save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+    config.save_pretrained(out)
+    end = AutoTokenizer.from_pretrained(tokenizer).convert_tokens_to_ids("<|end|>")
+    generation = {
+        "bos_token_id": 0,
+        "eos_token_id": [0, end],
+        "pad_token_id": 0,
+        "transformers_version": transformers_version,
+    }
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).exists() and (tokenizer / name).resolve() != (out / name).resolve():
+            shutil.copyfile(tokenizer / name, out / name)
+
+
+@torch.no_grad()
+def verify(model: Decoder, folder: Path) -> float:
+    """Largest logit difference between the module and the saved folder, both with the saved weights, in float32."""
+    rounded = {name: value.detach().to("cpu", torch.bfloat16).float() for name, value in model.named_parameters()}
+    own = Decoder(LlamaConfig.from_pretrained(folder))
+    own.load_state_dict(rounded)
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(0, saved.config.vocab_size, (2, 96), generator=torch.Generator().manual_seed(0))
+    difference = float((own(ids) - saved(ids).logits).abs().max())
+    if difference > 1e-3:
+        raise SystemExit(f"the saved model gives other logits than the trained one: {difference}")
+    return difference
+
+
+@torch.no_grad()
+def evaluate(folder: Path, text_file: Path, device: torch.device, window: int = 2048) -> float:
+    """Bits per byte of a text, windows of the model's length, every token but the first scored once."""
+    text = text_file.read_text(encoding="utf-8")
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    total = 0.0
+    for start in range(0, len(ids) - 1, window):
+        part = ids[start : start + window + 1].to(device)
+        logits = model(part[None, :-1]).logits[0].float()
+        total += float(F.cross_entropy(logits, part[1:], reduction="sum"))
+    return round(total / math.log(2) / len(text.encode("utf-8")), 5)
+
+
+def pack(folder: Path, target: Path) -> None:
+    """Writes the folder as NAME.tar.part0, part1, ... so that no single file is large."""
+    target.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path in sorted(folder.iterdir()):
+            archive.add(path, arcname=path.name)
+    data = buffer.getvalue()
+    for index, start in enumerate(range(0, len(data), PART_BYTES)):
+        (target / f"{folder.name}.tar.part{index}").write_bytes(data[start : start + PART_BYTES])
