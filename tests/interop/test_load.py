@@ -128,9 +128,9 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
     return logits.float()
 
 
-def _error(checkpoint: Path, peer: Peer, tokens: Tensor) -> float:
+def _error(checkpoint: Path, peer: Peer, tokens: Tensor, dtype: torch.dtype | str = "auto") -> float:
     """||peer - reference|| / ||reference|| of the logits, after a look at the layers that the peer made."""
-    loaded = _load(checkpoint)
+    loaded = _load(checkpoint, dtype)
     formats = Checkpoint(checkpoint).formats
     for name, module in loaded.named_modules():
         if name in formats:
@@ -150,7 +150,9 @@ def test_logits_agree(
     name: str, make: Make, tokens: Tensor, bnb: ModuleType, ct: ModuleType, gptqmodel: ModuleType
 ) -> None:
     peer, limit = CHECKPOINTS[name]
-    assert _error(make(name), peer, tokens) <= limit
+    # Two bits leave little of a small model, and what is left turns bfloat16 rounding into 1.2e-2.
+    dtype = torch.float32 if name == "rtn-w2g64" else "auto"
+    assert _error(make(name), peer, tokens, dtype) <= limit
 
 
 @pytest.mark.parametrize(("name", "to", "peer"), CONVERTED, ids=lambda value: value if isinstance(value, str) else "")
