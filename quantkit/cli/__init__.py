@@ -56,8 +56,9 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Entry point: errors made on purpose become one line on stderr and their exit code."""
+    given = sys.argv[1:] if args is None else args
     try:
-        cli.main(args=args, prog_name="quantkit", standalone_mode=False)
+        cli.main(args=given or ["--help"], prog_name="quantkit", standalone_mode=False)
     except QuantkitError as error:
         click.echo(f"quantkit: {error}", err=True)
         sys.exit(error.exit_code)

@@ -32,6 +32,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a pipe or a file has no width: one row is one line there
     console.print(table)
     if footer:
         console.print(footer, highlight=False)
