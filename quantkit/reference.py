@@ -29,6 +29,7 @@ def load_reference(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_device(device)
     checkpoint = Checkpoint(model_folder(model))
     dtype = dtype or checkpoint.dtype
     check_choice("dtype", dtype, tuple(DTYPES))
@@ -47,6 +48,14 @@ def load_reference(
     with quiet_transformers():
         loaded = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=DTYPES[dtype])
     return loaded.to(device).eval()
+
+
+def check_device(device: str) -> None:
+    """Refuses devices that are not here before anything is loaded."""
+    if device != "cpu" and not device.startswith("cuda"):
+        raise InputError(f"device '{device}' is not known; use cpu or cuda")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise InputError(f"device '{device}' is not available: torch {torch.__version__} sees no GPU; use cpu")
 
 
 def _check_names(skeleton: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:

@@ -158,6 +158,18 @@ def test_text_shorter_than_a_window(run_cli: Cli, tmp_path: Path) -> None:
     assert_refused(run_cli, tmp_path, "eval", "demo", "--window", 99999, words=("99999", "does not fit"))
 
 
+def test_devices_that_are_not_here(run_cli: Cli, tmp_path: Path) -> None:
+    assert_refused(run_cli, tmp_path, "eval", "demo", "--device", "tpu", words=("'tpu'", "cpu or cuda"))
+    if not torch.cuda.is_available():
+        assert_refused(run_cli, tmp_path, "generate", "demo", "x", "--device", "cuda", words=("sees no GPU",))
+
+
+def test_generate_limits(run_cli: Cli, tmp_path: Path) -> None:
+    assert_refused(run_cli, tmp_path, "generate", "demo", "", words=("prompt is empty",))
+    args = ("generate", "demo", "x", "--max-tokens", 5000)
+    assert_refused(run_cli, tmp_path, *args, words=("exceed the model's context of 2048",))
+
+
 def limit_file_size() -> None:
     """Stands in for a full disk in a child process: no file may grow beyond 200 kB."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
