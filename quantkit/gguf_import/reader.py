@@ -6,7 +6,6 @@ IndexError, and no endless loop over a length field that was cut off.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +80,7 @@ class GgufFile:
 def open_gguf(path: str | Path) -> GgufFile:
     """Opens a file and checks that everything its header promises lies inside it."""
     file = Path(path)
-    tensor_count(file)
+    _check_start(file)
     try:
         reader = _BoundedReader(file)
     except _BROKEN as error:
@@ -99,9 +98,8 @@ def open_gguf(path: str | Path) -> GgufFile:
     return opened
 
 
-def tensor_count(path: str | Path) -> int:
-    """How many tensors a file promises, from its first bytes; also the check that it is a GGUF file at all."""
-    file = Path(path)
+def _check_start(file: Path) -> None:
+    """Refuses what is no GGUF file at all."""
     if file.is_dir():
         raise StorageError(f"{file} is a folder; give the .gguf file inside it")
     try:
@@ -115,7 +113,6 @@ def tensor_count(path: str | Path) -> int:
         raise InputError(f"{file} is not a GGUF file: it starts with {start[:4]!r}, not b'GGUF'")
     if len(start) < 24:
         raise StorageError(f"{file} is truncated or damaged (it ends after {len(start)} bytes); get the file again")
-    return int(struct.unpack("<Q", start[8:16])[0])
 
 
 class _BoundedReader(GGUFReader):  # type: ignore[misc]  # gguf carries no types

@@ -1,0 +1,24 @@
+"""Formats on a GPU: parts decode there as they do on the CPU, and encoding there finds the same codes."""
+
+import pytest
+import torch
+
+from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Fp4, Gptq, LlmInt8, Nf4
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FORMATS = [
+    *(Gptq(), Gptq(bits=3), Gptq(sym=False), Awq(), CtPacked(), CtPacked(bits=5, sym=False), CtInt8(), LlmInt8()),
+    *(CtFloat8(), CtFloat8(strategy="block"), CtFloat8(strategy="tensor"), Nf4(), Nf4(double_quant=False), Fp4()),
+]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.name} {fmt.describe()}")
+def test_same_on_gpu_and_cpu(fmt: Format) -> None:
+    weight = torch.randn(384, 512, generator=torch.Generator().manual_seed(0))
+    parts = fmt.encode(weight)
+    decoded = fmt.decode({name: part.cuda() for name, part in parts.items()})
+    assert decoded.is_cuda
+    assert torch.allclose(decoded.cpu(), fmt.decode(parts), rtol=1e-6, atol=0)
+    encoded = fmt.decode(fmt.encode(weight.cuda())).cpu()
+    # A GPU divides by a constant as it multiplies by its reciprocal, so a scale may round the other way.
+    assert float((encoded - fmt.decode(parts)).norm() / weight.norm()) < 5e-3
