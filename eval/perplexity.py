@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import InputError, StorageError
+from quantkit.calibration import token_windows
+from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def measure_perplexity(
     limit = getattr(model.config, "max_position_embeddings", window)
     if not 2 <= window <= limit:
         raise InputError(f"a window of {window} tokens does not fit the model; choose 2 to {limit}")
-    windows = token_windows(tokenizer, text_file, window, max_windows)
+    windows = token_windows(tokenizer, text_file, window)[:max_windows]
     total = 0.0
     for index, ids in enumerate(windows):
         total += window_loss(model, ids)
@@ -69,21 +70,6 @@ def measure_perplexity(
     covered = sum(len(tokenizer.decode(ids[1:]).encode()) for ids in windows)
     tokens = len(windows) * (window - 1)
     return Perplexity(total / tokens, tokens, covered, len(windows), window, text_file.name)
-
-
-def token_windows(
-    tokenizer: PreTrainedTokenizerBase, text_file: Path, window: int, max_windows: int | None
-) -> list[Tensor]:
-    """The text as whole windows of token ids; a last short one is dropped."""
-    try:
-        text = text_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"cannot read the text {text_file}: {error}") from error
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    count = len(ids) // window
-    if count == 0:
-        raise InputError(f"{text_file} has {len(ids)} tokens, less than one window of {window}; use a longer text")
-    return list(ids[: count * window].view(count, window)[:max_windows])
 
 
 @torch.inference_mode()

@@ -75,8 +75,11 @@ class CheckpointWriter:
         self.total_bytes += size
 
     def add_json(self, name: str, value: dict[str, Any]) -> None:
+        self.add_text(name, json.dumps(value, indent=2) + "\n")
+
+    def add_text(self, name: str, text: str) -> None:
         with _storage_errors(self.partial):
-            (self.partial / name).write_text(json.dumps(value, indent=2, sort_keys=False) + "\n", encoding="utf-8")
+            (self.partial / name).write_text(text, encoding="utf-8")
 
     def add_file(self, source: Path) -> None:
         with _storage_errors(self.partial):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from quantkit.arch import family_of
+from quantkit.arch import Family, family_of
+from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_output
 from quantkit.errors import InputError, QuantkitError
 from quantkit.formats import Format, dialect_of
 from quantkit.formats.base import ANY_LENGTH
-from quantkit.methods import method_named
+from quantkit.methods import CALIBRATED
+from quantkit.passes import QuantizedLayer, calibrated_gptq, rounding
 from quantkit.progress import Progress, silent
 from quantkit.recipe import Recipe, load_recipe
+from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
 
 LM_HEAD = "lm_head"  # stays as it is: half the readers cannot load a quantized one
@@ -32,7 +36,8 @@ class LayerReport:
     scheme: str
     weights: int
     bytes: int
-    relative_error: float  # ||decoded - original|| / ||original||
+    relative_error: float  # ||decoded - original|| / ||original||; says little about quality
+    log: dict[str, float]  # what the method measured, such as its loss
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class QuantizeReport:
     format: str
     source_bytes: int
     bytes: int
+    calibration: dict[str, Any] | None  # the data that the method saw
     layers: tuple[LayerReport, ...]
 
     @property
@@ -60,27 +66,47 @@ def quantize(
     recipe: str | Recipe,
     output: str | Path,
     *,
+    calibration: Calibration | None = None,
     overwrite: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_layer: Progress = silent,
 ) -> QuantizeReport:
-    """Quantizes a model (folder, hub name or `demo`) by a recipe (name, file or value) into a new folder."""
+    """Quantizes a model (folder, hub name or `demo`) by a recipe (name, file or value) into a new folder.
+
+    Methods that need data take it from `calibration`, by default from the text that ships with quantkit.
+    """
     check_output(Path(output).absolute(), overwrite)
     source = Checkpoint(model_folder(model))
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if source.formats:
         raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
-    plan = recipe.plan(family_of(source.config), source.config, source.dtype)
+    family = family_of(source.config)
+    plan = recipe.plan(family, source.config, source.dtype)
     chosen = {module: fmt for module, fmt in plan.items() if fmt is not None}
     needed = _check_layers(source, chosen)
+    passing, record = _method_pass(source, family, chosen, recipe.method, calibration or Calibration())
     with CheckpointWriter(output, overwrite=overwrite, shard_bytes=shard_bytes, expected_bytes=needed) as writer:
-        layers, promised = _write_tensors(source, chosen, recipe.method, writer, on_layer)
+        _copy_plain(source, chosen, writer)
+        layers, promised = _write_layers(passing, chosen, writer, on_layer)
         kept = [module for module, fmt in plan.items() if fmt is None]
         write_config(writer, source, chosen, [LM_HEAD, *kept])
+        writer.add_text("quantization_log.jsonl", _log(recipe, record, layers))
         writer.finish(lambda folder: verify_written(folder, promised))
     source_bytes = sum(stored.nbytes for stored in source.tensors.values())
     name = next(iter(chosen.values())).name
-    return QuantizeReport(str(output), recipe.name, name, source_bytes, writer.total_bytes, tuple(layers))
+    return QuantizeReport(str(output), recipe.name, name, source_bytes, writer.total_bytes, record, tuple(layers))
+
+
+def _method_pass(
+    source: Checkpoint, family: Family, chosen: Mapping[str, Format], method: str, calibration: Calibration
+) -> tuple[Iterator[QuantizedLayer], dict[str, Any] | None]:
+    """The pass of a method over the layers, and the record of the data it will see."""
+    if method not in CALIBRATED:
+        return rounding(source, chosen), None
+    tokens = calibration.tokens(
+        load_tokenizer(source.folder), int(source.config.get("max_position_embeddings") or calibration.seq_len)
+    )
+    return calibrated_gptq(source, family, chosen, tokens), calibration.record(tokens)
 
 
 def _check_layers(source: Checkpoint, chosen: Mapping[str, Format]) -> int:
@@ -101,36 +127,40 @@ def _check_layers(source: Checkpoint, chosen: Mapping[str, Format]) -> int:
     return quantized_bytes + sum(stored.nbytes for name, stored in source.tensors.items() if name not in replaced)
 
 
-def _write_tensors(
-    source: Checkpoint,
-    chosen: Mapping[str, Format],
-    method: str,
-    writer: CheckpointWriter,
-    on_layer: Progress,
+def _copy_plain(source: Checkpoint, chosen: Mapping[str, Format], writer: CheckpointWriter) -> None:
+    """Everything that stays as it is."""
+    for name in source.tensors:
+        if name.removesuffix(".weight") not in chosen:
+            tensor = source.tensor(name)
+            require_finite(name, tensor)
+            writer.add(name, tensor)
+
+
+def _write_layers(
+    passing: Iterable[QuantizedLayer], chosen: Mapping[str, Format], writer: CheckpointWriter, on_layer: Progress
 ) -> tuple[list[LayerReport], dict[str, float]]:
-    """Streams every tensor through; returns the layers' reports and the fingerprints to verify the files against."""
-    quantize_layer = method_named(method)
+    """Packs layer after layer; returns their reports and the fingerprints to verify the files against."""
     layers: list[LayerReport] = []
     promised: dict[str, float] = {}
-    for name in source.tensors:
-        tensor = source.tensor(name)
-        require_finite(name, tensor)
-        module = name.removesuffix(".weight")
-        if module not in chosen:
-            writer.add(name, tensor)
-            continue
-        fmt = chosen[module]
-        quantized = quantize_layer(tensor, fmt)
-        parts = fmt.pack(quantized)
+    for layer in passing:
+        fmt = chosen[layer.module]
+        parts = fmt.pack(layer.quantized)
         for suffix, part in parts.items():
-            writer.add(f"{module}.{suffix}", part)
-        decoded = quantized.dequantize()
-        promised[module] = fingerprint(decoded)
+            writer.add(f"{layer.module}.{suffix}", part)
+        decoded = layer.quantized.dequantize()
+        promised[layer.module] = fingerprint(decoded)
         size = sum(part.numel() * part.element_size() for part in parts.values())
-        error = relative_error(decoded, tensor)
-        layers.append(LayerReport(module, fmt.describe(), tensor.numel(), size, error))
-        on_layer(module, len(chosen))
+        error = relative_error(decoded, layer.weight)
+        scheme = fmt.describe()
+        layers.append(LayerReport(layer.module, scheme, layer.weight.numel(), size, error, dict(layer.log)))
+        on_layer(layer.module, len(chosen))
     return layers, promised
+
+
+def _log(recipe: Recipe, calibration: dict[str, Any] | None, layers: list[LayerReport]) -> str:
+    """One JSON object a line: what was asked, then what became of each layer."""
+    lines = [{"recipe": recipe.to_dict(), "calibration": calibration}, *(asdict(layer) for layer in layers)]
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def write_config(writer: CheckpointWriter, source: Checkpoint, modules: Mapping[str, Format], kept: list[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import quantkit
+from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.convert import convert
 
@@ -67,6 +68,8 @@ FP8 = Peer(("Linear",), {"weight": torch.float8_e4m3fn})
 
 CHECKPOINTS: dict[str, tuple[Peer, float]] = {
     "rtn-w4g128": (ATEN, EXACT),
+    "gptq-w4g128": (ATEN, EXACT),
+    "gptq-w3g128": (PACKED, EXACT),
     "rtn-w8": (Peer(("TorchLinear",), {"qweight": torch.int32}), EXACT),
     "kept": (ATEN, EXACT),
     "rtn-w4g128-asym": (AWQ, EXACT),
@@ -107,7 +110,8 @@ def make(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
             recipe = folder / f"{name}.yaml"
             if name in OWN:
                 recipe.write_text(OWN[name])
-            quantkit.quantize(model, str(recipe) if name in OWN else name, output)
+            little = Calibration(samples=8, seq_len=128)  # for methods that calibrate
+            quantkit.quantize(model, str(recipe) if name in OWN else name, output, calibration=little)
         return output
 
     return quantize

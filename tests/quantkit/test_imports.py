@@ -27,13 +27,17 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"errors", "formats"},
     "gguf_import": {"errors", "arch", "checkpoint", "checkpoint_writer"},
     "kernels": {"errors", "formats"},
+    "calibration": {"bundled"},
+    "blocks": {"checkpoint"},
+    "passes": {"arch", "blocks", "checkpoint", "formats", "methods"},
     "reference": {"errors", "formats", "checkpoint", "sources"},
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
+ALLOWED["pipeline"] |= {"calibration", "passes", "reference"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["runtime"] = {"errors", "formats", "arch", "checkpoint", "kernels", "sources"}
-ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"runtime", "reference", "bundled", "inspection"}
+ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"runtime", "bundled", "inspection"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
 EVERYWHERE = {"errors", "progress"}

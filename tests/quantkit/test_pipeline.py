@@ -8,12 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantkit
+from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.inspection import inspect_checkpoint
+from quantkit.methods import DATA_FREE
 from quantkit.pipeline import fingerprint
 from quantkit.recipe import list_recipes
 
-RECIPES = [recipe.name for recipe in list_recipes()]
+RECIPES = [recipe.name for recipe in list_recipes() if recipe.method in DATA_FREE]
 IDS = torch.arange(3, 99)[None]
 
 
@@ -96,3 +98,23 @@ def test_fingerprint_sees_swaps_and_single_bits() -> None:
     nudged = weight.clone()
     nudged[7, 7] = torch.nextafter(weight[7, 7], torch.tensor(9.0))
     assert len({fingerprint(weight), fingerprint(swapped), fingerprint(nudged)}) == 3
+
+
+def test_gptq_log_and_losses(tmp_path: Path) -> None:
+    """Every layer loses less than plain rounding would, and the log says what was seen."""
+    calibration = Calibration(samples=4, seq_len=128)
+    report = quantkit.quantize("demo", "gptq-w3g128", tmp_path / "out", calibration=calibration)
+    assert all(layer.log["loss"] < layer.log["rounding_loss"] for layer in report.layers)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "quantization_log.jsonl").read_text().splitlines()]
+    assert lines[0]["calibration"] == report.calibration
+    assert lines[0]["calibration"]["samples"] == 4
+    assert len(lines[0]["calibration"]["tokens_sha256"]) == 64
+    assert [line["module"] for line in lines[1:]] == [layer.module for layer in report.layers]
+
+
+def test_calibration_is_repeatable_and_seeded(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        calibration = Calibration(samples=2, seq_len=64, seed=seed)
+        quantkit.quantize("demo", "gptq-w4g128", tmp_path / name, calibration=calibration)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c

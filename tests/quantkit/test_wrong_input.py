@@ -158,6 +158,17 @@ def test_text_shorter_than_a_window(run_cli: Cli, tmp_path: Path) -> None:
     assert_refused(run_cli, tmp_path, "eval", "demo", "--window", 99999, words=("99999", "does not fit"))
 
 
+def test_calibration_that_cannot_work(run_cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    args = quantize_args("demo", tmp_path / "out", "gptq-w4g128")
+    words = ("empty.txt", "0 tokens", "longer text")
+    assert_refused(run_cli, tmp_path, *args, "--text", tmp_path / "empty.txt", words=words)
+    assert_refused(run_cli, tmp_path, *args, "--seq-len", 4096, words=("4096", "2 to 2048"))
+    assert_refused(run_cli, tmp_path, *args, "--samples", 0, words=("0 samples",))
+    args = quantize_args("demo", tmp_path / "out", "gptq-w4g128", "--set", "format={name: nf4}", "--samples", 1)
+    assert_refused(run_cli, tmp_path, *args, words=("integer grid", "'nf4'"))
+
+
 def test_devices_that_are_not_here(run_cli: Cli, tmp_path: Path) -> None:
     assert_refused(run_cli, tmp_path, "eval", "demo", "--device", "tpu", words=("'tpu'", "cpu or cuda"))
     if not torch.cuda.is_available():
