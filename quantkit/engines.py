@@ -6,14 +6,12 @@ compressed-tensors). A rule is a function that yields the reasons against; no re
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8
+from quantkit.formats.base import name_in_block
 from quantkit.formats.bnb_4bit import Bnb4Bit
-
-_BLOCK = re.compile(r"^.*?\.\d+\.")  # such as `model.layers.7.`
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,8 @@ class Layers:
     @property
     def kept_unevenly(self) -> bool:
         """Whether some blocks keep a layer that others quantize."""
-        quantized = {_BLOCK.sub("", module) for module in self.formats}
-        return not quantized.isdisjoint(_BLOCK.sub("", module) for module in self.kept_in_blocks)
+        quantized = {name_in_block(module) for module in self.formats}
+        return not quantized.isdisjoint(name_in_block(module) for module in self.kept_in_blocks)
 
     @property
     def distinct(self) -> set[Format]:

@@ -38,10 +38,11 @@ def load_reference(
         config = AutoConfig.for_model(**plain)
     except (KeyError, ValueError) as error:
         raise InputError(f"transformers cannot build model_type '{plain.get('model_type')}': {error}") from error
+    total = len(checkpoint.plain_names()) + len(checkpoint.formats)
     weights = {}
     for name, tensor in checkpoint.decoded(DTYPES[dtype]):
         weights[name] = tensor
-        on_tensor(name, len(checkpoint.plain_names()) + len(checkpoint.formats))
+        on_tensor(name, total)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     _check_names(skeleton, weights, checkpoint.folder)

@@ -10,6 +10,7 @@ kind of quantized weight convert losslessly: `target.pack(source.unpack(parts))`
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -26,6 +27,7 @@ ANY_LENGTH = -1  # in a PartSpec: a one-dimensional part whose length is known o
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+_BLOCK = re.compile(r".*?\.\d+\.")  # such as `model.layers.7.`
 _SPOKEN = {int: "a whole number", bool: "true or false", str: "text", float: "a number"}
 
 
@@ -138,6 +140,12 @@ def check_divides(what: str, size: int, divisor: int, remedy: str) -> None:
     """One wording for sizes that a layout cannot cut evenly."""
     if size % divisor:
         raise InputError(f"{what} is {size}, which {divisor} does not divide; {remedy}")
+
+
+def name_in_block(module: str) -> str | None:
+    """`mlp.up_proj` of `model.layers.7.mlp.up_proj`; None for a module outside the blocks."""
+    match = _BLOCK.match(module)
+    return module[match.end() :] if match else None
 
 
 def modules_with(suffix: str, tensors: Mapping[str, TensorInfo]) -> list[str]:

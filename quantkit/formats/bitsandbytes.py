@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with
-from quantkit.formats.bnb_4bit import STATE, Bnb4Bit, Fp4, Nf4
+from quantkit.formats.bnb_4bit import BLOCK_SIZES, STATE, Bnb4Bit, Fp4, Nf4
 from quantkit.formats.llm_int8 import LlmInt8
 
 
@@ -63,6 +63,6 @@ def _four_bit(
         raise InputError(f"the checkpoint is incomplete: {module}.weight or its absmax is missing")
     item = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}.get(packed.dtype, 1)
     per_block = 2 * item * packed.shape[0] / absmax.shape[0]
-    block = next((size for size in (32, 64, 128, 256, 512, 1024, 2048, 4096) if size >= per_block - 1e-9), 4096)
+    block = next((size for size in BLOCK_SIZES if size >= per_block - 1e-9), 4096)
     nested = f"{module}.weight.nested_absmax" in tensors
     return kind(block=block, double_quant=nested, dtype=config.get("bnb_4bit_compute_dtype", "bfloat16"))

@@ -31,6 +31,7 @@ from quantkit.formats.base import (
     check_choice,
     check_divides,
     modules_with,
+    name_in_block,
     stored_dtype,
 )
 from quantkit.formats.bits import pack, packed_width, unpack
@@ -118,16 +119,13 @@ def _common_format(modules: Mapping[str, Gptq]) -> Gptq:
     return Counter(modules.values()).most_common(1)[0][0]
 
 
-_BLOCK = re.compile(r"^.*?\.\d+\.")  # such as `model.layers.7.`
-
-
 def _quantized_in_blocks(modules: Iterable[str], kept: Iterable[str]) -> dict[str, Any]:
     """transformers ignores `dynamic`; this key tells it, and vLLM, which layers of a block are quantized.
 
     It holds for all blocks alike: where they differ, transformers cannot load the checkpoint.
     """
-    quantized = list(dict.fromkeys(_BLOCK.sub("", name) for name in modules))
-    left = {_BLOCK.sub("", name) for name in kept if _BLOCK.match(name)}
+    quantized = list(dict.fromkeys(name_in_block(name) or name for name in modules))
+    left = {inside for name in kept if (inside := name_in_block(name))}
     return {"modules_in_block_to_quantize": [quantized]} if left and left.isdisjoint(quantized) else {}
 
 

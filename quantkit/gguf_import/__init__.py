@@ -20,15 +20,14 @@ import torch
 
 from quantkit.checkpoint_writer import CheckpointWriter, check_output
 from quantkit.errors import InputError, did_you_mean
+from quantkit.formats.base import DTYPES
 from quantkit.gguf_import.config import family_of_file, generation_config, model_config
 from quantkit.gguf_import.reader import GgufFile, open_gguf
 from quantkit.gguf_import.tokenizer import tokenizer_files
 from quantkit.gguf_import.weights import placements, read_weight, tensor_types
 from quantkit.progress import Progress, silent
 
-__all__ = ["DTYPES", "import_gguf"]
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+__all__ = ["import_gguf"]
 
 
 def import_gguf(

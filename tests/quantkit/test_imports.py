@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint_writer": {"errors", "formats", "checkpoint"},
     "recipe": {"errors", "formats", "arch", "methods"},
     "engines": {"errors", "formats"},
-    "gguf_import": {"errors", "arch", "checkpoint", "checkpoint_writer"},
+    "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer"},
     "kernels": {"errors", "formats"},
     "calibration": {"bundled"},
     "blocks": {"checkpoint"},

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import CtPacked, Gptq, IntegerFormat, Nf4
-from quantkit.methods.gptq import Hessian, output_loss, quantize_layer
+from quantkit.methods.gptq import Hessian, inverse_factor, output_loss, quantize_layer
 
 FORMATS = [
     Gptq(group_size=32),
@@ -86,12 +86,15 @@ def test_dead_columns_and_dead_layers() -> None:
 
 
 def test_damping_grows_until_the_factor_exists() -> None:
-    weight, _ = random_layer(5)
-    one = torch.randn(192, generator=torch.Generator().manual_seed(1))
-    singular = torch.outer(one, one) * 1e6  # rank one: float32 needs more than the usual damping or just enough
-    result = quantize_layer(weight, Gptq(group_size=64), singular)
-    assert result.damping >= 0.01
-    assert result.loss <= result.rounding_loss
+    direction = torch.nn.functional.normalize(torch.randn(64, generator=torch.Generator().manual_seed(1)), dim=0)
+    alive = torch.zeros(64, dtype=torch.bool)
+    bent = torch.eye(64) - 1.05 * torch.outer(direction, direction)  # one eigenvalue of -0.05, as rounding may leave it
+    factor, damping = inverse_factor(bent, alive, 0.01)
+    assert damping == pytest.approx(0.1)
+    damped = bent + damping * bent.diagonal().mean() * torch.eye(64)
+    assert torch.allclose(factor.T @ factor @ damped, torch.eye(64), atol=1e-4)
+    with pytest.raises(InputError, match="not finite"):
+        inverse_factor(torch.full((4, 4), float("nan")), alive[:4], 0.01)
 
 
 def test_hessian_adds_up_batches() -> None:
