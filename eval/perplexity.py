@@ -59,10 +59,7 @@ def measure_perplexity(
     on_window: Progress = silent,
 ) -> Perplexity:
     """Perplexity of a text file, window by window."""
-    limit = getattr(model.config, "max_position_embeddings", window)
-    if not 2 <= window <= limit:
-        raise InputError(f"a window of {window} tokens does not fit the model; choose 2 to {limit}")
-    windows = token_windows(tokenizer, text_file, window)[:max_windows]
+    windows = text_windows(model, tokenizer, text_file, window)[:max_windows]
     total = 0.0
     for index, ids in enumerate(windows):
         total += window_loss(model, ids)
@@ -72,8 +69,25 @@ def measure_perplexity(
     return Perplexity(total / tokens, tokens, covered, len(windows), window, text_file.name)
 
 
+def text_windows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text_file: Path, window: int
+) -> Tensor:  # [windows, window]
+    """The windows of a text, after a look at whether the model can take them."""
+    limit = getattr(model.config, "max_position_embeddings", window)
+    if not 2 <= window <= limit:
+        raise InputError(f"a window of {window} tokens does not fit the model; choose 2 to {limit}")
+    return token_windows(tokenizer, text_file, window)
+
+
+@torch.inference_mode()
+def window_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:  # [window - 1, vocabulary]
+    """Logits of the scored positions, in the model's dtype."""
+    logits: Tensor = model(ids[None].to(model.device), use_cache=False).logits
+    return logits[0, :-1]
+
+
 @torch.inference_mode()
 def window_loss(model: PreTrainedModel, ids: Tensor) -> float:
     """Summed negative log-likelihood of ids[1:], in nats."""
-    logits = model(ids[None].to(model.device), use_cache=False).logits[0, :-1].float()
+    logits = window_logits(model, ids).float()
     return float(torch.nn.functional.cross_entropy(logits, ids[1:].to(model.device), reduction="sum").double())

@@ -13,6 +13,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, StorageError
 from quantkit.formats.base import DTYPES, check_choice
 from quantkit.progress import Progress, silent
+from quantkit.served import serve_inputs
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
@@ -20,15 +21,22 @@ if TYPE_CHECKING:
 
 
 def load_reference(
-    model: str | Path, dtype: str | None = None, device: str = "cpu", *, on_tensor: Progress = silent
+    model: str | Path,
+    dtype: str | None = None,
+    device: str = "cpu",
+    *,
+    activations: str = "exact",
+    on_tensor: Progress = silent,
 ) -> PreTrainedModel:
     """A transformers model with plain weights, decoded where the checkpoint is quantized.
 
-    `dtype` is float32, bfloat16 or float16 and defaults to the checkpoint's own. Activations are never quantized here,
-    whatever the format asks an engine to do.
+    `dtype` is float32, bfloat16 or float16 and defaults to the checkpoint's own. `activations`: `exact` leaves them
+    alone; `served` rounds the inputs of quantized layers as an engine does, where the format asks for it (LLM.int8,
+    W8A8, FP8).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_choice("activations", activations, ("exact", "served"))
     check_device(device)
     checkpoint = Checkpoint(model_folder(model))
     dtype = dtype or checkpoint.dtype
@@ -48,7 +56,19 @@ def load_reference(
     _check_names(skeleton, weights, checkpoint.folder)
     with quiet_transformers():
         loaded = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=DTYPES[dtype])
-    return loaded.to(device).eval()
+    loaded = loaded.to(device).eval()
+    if activations == "served":
+        for module in checkpoint.formats:
+            serve_inputs(loaded.get_submodule(module), checkpoint, module)
+    return loaded
+
+
+def resolve_device(device: str) -> str:
+    """`auto` becomes a GPU where there is one; anything else stays, if it is here."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    return device
 
 
 def check_device(device: str) -> None:

@@ -95,6 +95,28 @@ class Format(ABC):
         """(out, in) of a stored layer from its parts' sizes; `read` gives a part where the sizes are not enough."""
         return sizes["weight"][0], sizes["weight"][1]
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether a kernel of this format rounds a layer's inputs too, so that `served_inputs` changes them."""
+        return False
+
+    def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
+        """The inputs [..., in] of one call as a kernel sees them: rounded and decoded back, in their own dtype.
+
+        `quantized`, the layer's weight, is needed where it carries a scale for them. Inputs in 16 bits are rounded once
+        more when they are decoded; use float32 to see the format alone.
+        """
+        return inputs
+
+    @property
+    def needs_input_scale(self) -> bool:
+        """Whether a weight must carry a calibrated scale of its inputs before `pack` takes it."""
+        return False
+
+    def with_input_scale(self, quantized: QuantizedWeight, absmax: Tensor | float) -> QuantizedWeight:
+        """The weight with a scale for inputs up to `absmax`, the largest magnitude that calibration saw."""
+        return quantized
+
     def encode(self, weight: Tensor) -> Parts:
         """Nearest-rounded parts of a weight."""
         return self.pack(self.quantize(weight))

@@ -89,8 +89,10 @@ def _group(fmt: Format, targets: list[str]) -> dict[str, Any]:
         if fmt.strategy == "block":
             weights["block_structure"] = [BLOCK, BLOCK]
             inputs |= {"strategy": "group", "group_size": BLOCK}
-        if fmt.static_input:
+        if fmt.activations == "static":
             inputs = _args(8, "float", "tensor")
+        elif fmt.activations == "exact":
+            inputs = None
     return {
         "targets": targets,
         "format": _ON_DISK[type(fmt)],
@@ -123,4 +125,11 @@ def _read_group(group: Mapping[str, Any], module: str, tensors: Mapping[str, Ten
         if not args.get("symmetric", True) or strategy not in ("channel", "tensor"):
             raise InputError(f"{module}: int-quantized with strategy {strategy} or zero points is not supported")
         return CtInt8(dtype=dtype)
-    return CtFloat8(strategy=strategy, static_input=f"{module}.input_scale" in tensors, dtype=dtype)
+    return CtFloat8(strategy=strategy, activations=_activations(group.get("input_activations")), dtype=dtype)
+
+
+def _activations(args: Mapping[str, Any] | None) -> str:
+    """How a group treats activations, in CtFloat8's words."""
+    if args is None:
+        return "exact"
+    return "dynamic" if args.get("dynamic") else "static"

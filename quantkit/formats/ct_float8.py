@@ -3,18 +3,21 @@
 weight        float8_e4m3fn [out, in]
 weight_scale  float [1] | [out, 1] | [ceil(out / 128), ceil(in / 128)]
 input_scale   float [1], only where the activations have a fixed scale
+
+Activations are rounded to float8 as well, when the layer runs: each token with its own scale (per 128 inputs where
+weights have blocks), or all of them with the layer's input_scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import CannotHold
+from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice
 from quantkit.formats.integer import round_scales
 
@@ -28,7 +31,7 @@ class Float8Weight(QuantizedWeight):
 
     values: Tensor  # float8_e4m3fn [out, in]
     scales: Tensor  # float [rows, columns] of scales: [1, 1], [out, 1] or [out blocks, in blocks]
-    input_scale: Tensor | None = None
+    input_scale: Tensor | None = None  # float [1]: activation = value * input_scale; None: found per token
 
     @property
     def shape(self) -> Shape:
@@ -46,28 +49,78 @@ def spread(scales: Tensor, shape: Shape) -> Tensor:
     return by_row.repeat_interleave(BLOCK, dim=1)[:, : shape[1]]
 
 
+def round_to_float8(values: Tensor, scales: Tensor) -> Tensor:
+    """Float32 values as float8 multiples of their scales, which broadcast; too large ones become the largest."""
+    return (values / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def covering_scales(largest: Tensor) -> Tensor:
+    """Scales that bring magnitudes up to `largest` into float8; 1 where there is nothing to scale."""
+    return largest.masked_fill(largest == 0, LARGEST) / LARGEST
+
+
 @dataclass(frozen=True)
 class CtFloat8(Format):
-    """`static_input` marks activations quantized with a calibrated scale instead of one per token."""
+    """`strategy` says what shares one weight scale: the tensor, a row (channel) or a 128 x 128 block.
+
+    `activations`: `dynamic` (a scale per token at run time), `static` (one calibrated scale per layer) or `exact` (not
+    rounded at all: weights only).
+    """
 
     name: ClassVar[str] = "ct-float8"
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "input_scale")
     dtype_follows_model: ClassVar[bool] = True
 
     strategy: str = "channel"
-    static_input: bool = False
+    activations: str = "dynamic"
     dtype: str = "bfloat16"  # of the scales
     bits: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("ct-float8: strategy", self.strategy, ("tensor", "channel", "block"))
+        check_choice("ct-float8: activations", self.activations, ("dynamic", "static", "exact"))
         check_choice("ct-float8: dtype", self.dtype, tuple(DTYPES))
         check_choice("ct-float8: bits", self.bits, (8,))
+        if self.strategy == "block" and self.activations == "static":
+            raise InputError("ct-float8: no engine serves blocks with static activations; set strategy to tensor")
 
     def describe(self) -> str:
         scale = "row" if self.strategy == "channel" else self.strategy
-        return f"FP8 {scale}, {'static' if self.static_input else 'dynamic'}"
+        return f"FP8 {scale}, {'weights only' if self.activations == 'exact' else self.activations}"
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.activations != "exact"
+
+    def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
+        if self.activations == "exact":
+            return inputs
+        values = inputs.float()
+        if self.activations == "static":
+            if not isinstance(quantized, Float8Weight) or quantized.input_scale is None:
+                raise InputError("ct-float8 with static activations needs a weight that carries its input scale")
+            scales = quantized.input_scale.to(inputs.device, torch.float32)
+        elif self.strategy == "block":
+            padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+            scales = covering_scales(padded.abs().amax(-1))  # [..., blocks]
+            scales = scales.repeat_interleave(BLOCK, dim=-1)[..., : values.shape[-1]]
+        else:
+            scales = covering_scales(values.abs().amax(-1, keepdim=True))  # [..., 1]
+        return (round_to_float8(values, scales).float() * scales).to(inputs.dtype)
+
+    @property
+    def needs_input_scale(self) -> bool:
+        return self.activations == "static"
+
+    def with_input_scale(self, quantized: QuantizedWeight, absmax: Tensor | float) -> QuantizedWeight:
+        if not self.needs_input_scale or not isinstance(quantized, Float8Weight):
+            return quantized
+        largest = torch.as_tensor(absmax, dtype=torch.float32, device=quantized.values.device).abs().amax().view(1)
+        scale = covering_scales(largest).clamp(min=torch.finfo(DTYPES[self.dtype]).tiny).to(DTYPES[self.dtype])
+        if not bool(torch.isfinite(scale)):
+            raise InputError(f"activations up to {float(largest):.3g} have no {self.dtype} scale; calibrate again")
+        return replace(quantized, input_scale=scale)
 
     def check(self, shape: Shape) -> None:
         """Any shape will do."""
@@ -82,7 +135,7 @@ class CtFloat8(Format):
             "weight": PartSpec(torch.float8_e4m3fn, shape),
             "weight_scale": PartSpec(DTYPES[self.dtype], self._scale_shape(shape)),
         }
-        if self.static_input:
+        if self.needs_input_scale:
             specs["input_scale"] = PartSpec(DTYPES[self.dtype], (1,))
         return specs
 
@@ -96,10 +149,9 @@ class CtFloat8(Format):
             out, inputs = weight.shape
             padded = torch.nn.functional.pad(magnitude, (0, -inputs % BLOCK, 0, -out % BLOCK))
             largest = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax(dim=(1, 3))
-        scales = round_scales(largest.masked_fill(largest == 0, LARGEST) / LARGEST, DTYPES[self.dtype])
+        scales = round_scales(covering_scales(largest), DTYPES[self.dtype])
         shape = (weight.shape[0], weight.shape[1])
-        values = (weight.float() / spread(scales.float(), shape)).clamp_(-LARGEST, LARGEST)
-        return Float8Weight(values.to(torch.float8_e4m3fn), scales)
+        return Float8Weight(round_to_float8(weight.float(), spread(scales.float(), shape)), scales)
 
     def pack(self, quantized: QuantizedWeight) -> Parts:
         if not isinstance(quantized, Float8Weight):
@@ -110,13 +162,17 @@ class CtFloat8(Format):
                 f"ct-float8 is set to a scale per {self.strategy}, the weights have {quantized.scales.shape}"
             )
         parts = {"weight": quantized.values, "weight_scale": quantized.scales.reshape(scale_shape)}
-        if self.static_input:
+        if self.needs_input_scale:
             if quantized.input_scale is None:
-                raise CannotHold("ct-float8 with static_input needs a calibrated activation scale")
+                raise CannotHold(
+                    "ct-float8 with static activations stores an input scale, which only calibration can find; "
+                    "quantize with calibration data, or set activations to dynamic"
+                )
             parts["input_scale"] = quantized.input_scale
         return parts
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Float8Weight:
         scales = parts["weight_scale"]
         scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
-        return Float8Weight(parts["weight"], scales, parts.get("input_scale"))
+        input_scale = parts["input_scale"].reshape(1) if self.needs_input_scale else None
+        return Float8Weight(parts["weight"], scales, input_scale)

@@ -106,6 +106,18 @@ class CtInt8(IntegerFormat):
     def describe(self) -> str:
         return "W8A8 row, dynamic"
 
+    @property
+    def rounds_inputs(self) -> bool:
+        return True
+
+    def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
+        """One symmetric scale per token, as compressed-tensors computes it."""
+        values = inputs.float()
+        absmax = values.abs().amax(-1, keepdim=True)  # [..., 1]
+        scales = absmax.masked_fill(absmax == 0, 1) / 127.5
+        codes = torch.round((values / scales).clamp_(-128, 127))
+        return (codes * scales).to(inputs.dtype)
+
     def parts(self, shape: Shape) -> dict[str, PartSpec]:
         return {
             "weight": PartSpec(torch.int8, shape),

@@ -5,7 +5,7 @@ GPTQ, AWQ and compressed-tensors integers are layouts of this one idea; so they 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -41,11 +41,22 @@ class IntegerWeight(QuantizedWeight):
         return contiguous_groups(self.shape[1], self.group_size, self.codes.device).long()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        scales, zeros = self.scales.float(), self.zeros.float()
+        if self.group_of is None and self.shape[1] % self.group_size == 0:
+            weight: Tensor = self.codes.float().unflatten(1, (-1, self.group_size))  # [out, groups, size]
+            return weight.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).flatten(1).to(dtype)
         group = self.input_groups()
-        weight = self.codes.float()  # [out, in]
-        weight -= self.zeros.float()[:, group]
-        weight *= self.scales.float()[:, group]
-        return weight.to(dtype)
+        return self.codes.float().sub_(zeros[:, group]).mul_(scales[:, group]).to(dtype)
+
+    def split_rows(self, sizes: list[int]) -> list[IntegerWeight]:
+        """The layers that were stacked along their outputs, apart again."""
+        parts = zip(*(part.split(sizes) for part in (self.codes, self.scales, self.zeros)), strict=True)
+        return [replace(self, codes=codes, scales=scales, zeros=zeros) for codes, scales, zeros in parts]
+
+    def divide_rows(self, divisors: Tensor) -> IntegerWeight:
+        """What quantizing the weight with its rows divided would give: the same codes on a finer or coarser grid."""
+        scales = round_scales(self.scales.float() / divisors[:, None], self.scales.dtype)
+        return replace(self, scales=scales)
 
 
 def middle_code(bits: int) -> int:
@@ -57,14 +68,18 @@ def contiguous_groups(inputs: int, group_size: int, device: torch.device | None 
     return (torch.arange(inputs, device=device) // group_size).to(torch.int32)
 
 
-def fit_minmax(groups: Tensor, bits: int, sym: bool, lowest_zero: int = 0) -> tuple[Tensor, Tensor]:
-    """The grid that just covers every group [out, groups, size]: float32 scales and float32 whole zeros [out, groups].
+def ranges(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of every group [..., size], and always 0 between them."""
+    low, high = torch.aminmax(groups, dim=-1)
+    return low.clamp_(max=0), high.clamp_(min=0)
+
+
+def fit_minmax(low: Tensor, high: Tensor, bits: int, sym: bool, lowest_zero: int = 0) -> tuple[Tensor, Tensor]:
+    """The grid that just covers every range: float32 scales and float32 whole zeros.
 
     Asymmetric grids always contain 0. `lowest_zero` is 1 for layouts that cannot store a zero point of 0.
     """
     top = (1 << bits) - 1
-    low = groups.amin(-1).clamp(max=0)
-    high = groups.amax(-1).clamp(min=0)
     empty = (low == 0) & (high == 0)  # an all-zero group: any grid will do
     low, high = low.masked_fill(empty, -1.0), high.masked_fill(empty, 1.0)
     if sym:
@@ -85,6 +100,12 @@ def round_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
             "choose a format with bfloat16 or float32 scales (compressed-tensors)"
         )
     return stored
+
+
+def nearest(values: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    """What values become on a grid: rounded to the nearest code and decoded; all float32, broadcast together."""
+    codes = torch.round(values / scales).add_(zeros).clamp_(0, (1 << bits) - 1)
+    return codes.sub_(zeros).mul_(scales)
 
 
 def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor, bits: int, group_size: int) -> IntegerWeight:
@@ -129,13 +150,17 @@ class IntegerFormat(Format):
     def quantize(self, weight: Tensor) -> IntegerWeight:
         self.check((weight.shape[0], weight.shape[1]))
         width = self.group_width(weight.shape[1])
-        groups = weight.float().unflatten(-1, (-1, width))
-        scales, zeros = fit_minmax(groups, self.bits, self.sym, self.zero_floor)
+        low, high = ranges(weight.float().unflatten(-1, (-1, width)))
+        scales, zeros = self.fit(low, high)
+        return round_to_grid(weight, scales, zeros, self.bits, width)
+
+    def fit(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The grids that cover these ranges (low <= 0 <= high), as stored: scales, and float32 whole zeros."""
+        scales, zeros = fit_minmax(low, high, self.bits, self.sym, self.zero_floor)
         stored = round_scales(scales, DTYPES[self.dtype])
         if not self.sym:  # the zero point belongs to the scale as stored
-            low = groups.amin(-1).clamp(max=0)
             zeros = torch.round(-low / stored.float()).clamp(self.zero_floor, (1 << self.bits) - 1)
-        return round_to_grid(weight, stored, zeros, self.bits, width)
+        return stored, zeros
 
     @property
     def zero_floor(self) -> int:

@@ -160,3 +160,67 @@ def test_int8_codes_and_scales_are_equal(name: str, dtype: torch.dtype, bnb: Mod
     assert torch.equal(parts["SCB"], scb)
     decoded = bnb.int8_vectorwise_dequant(parts["weight"], parts["SCB"])
     torch.testing.assert_close(LlmInt8().decode(parts), decoded, rtol=3e-7, atol=0)  # (c * s) / 127 or c * (s / 127)
+
+
+def _activations(tokens: int, *, outliers: bool) -> Tensor:
+    """Inputs [tokens, 96]; with outliers: whole columns, single values, one exactly at 6, and a row of nothing else."""
+    inputs = _normal(tokens, 96, scale=1.0)
+    if outliers:
+        inputs[:, 11] *= 40
+        inputs[0, 50], inputs[-1, 70], inputs[-1, 71] = 6.0, -6.0, 5.9
+        inputs[1:2] = torch.where(torch.arange(96) % 2 == 0, 30.0, 0.0)
+    return inputs
+
+
+@pytest.mark.parametrize("threshold", [0.0, 3.0, 6.0])
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_activations_are_rounded_to_the_same_bits(
+    dtype: torch.dtype, tokens: int, outliers: bool, threshold: float, bnb: ModuleType
+) -> None:
+    """Where rows are scaled as bitsandbytes scales them: by the columns that are left after it took the outliers out.
+
+    It scales them by small values in the outlier columns too; then ours is nearer to the inputs.
+    """
+    inputs = _activations(tokens, outliers=outliers).to(dtype)
+    ours = LlmInt8(threshold=threshold).served_inputs(inputs)
+    codes, absmax, columns = bnb.int8_vectorwise_quant(inputs.half(), threshold=threshold)
+    columns = torch.empty(0, dtype=torch.long) if columns is None else columns
+    theirs = _decoded(codes, absmax, columns, inputs)
+    rest = inputs.half().index_fill(1, columns, 0)
+    codes, absmax, _ = bnb.int8_vectorwise_quant(rest)
+    assert torch.equal(ours, _decoded(codes, absmax, columns, inputs))
+    if tokens == 1 or len(columns) == 0:
+        assert torch.equal(ours, theirs)
+    assert float((ours - inputs).float().norm()) <= float((theirs - inputs).float().norm())
+
+
+def _decoded(codes: Tensor, absmax: Tensor, outliers: Tensor, inputs: Tensor) -> Tensor:
+    """What int8 activations stand for, with the outlier columns that bitsandbytes takes as they are."""
+    decoded = (codes.float() * (absmax / 127).unsqueeze(-1)).to(inputs.dtype)
+    decoded[:, outliers] = inputs[:, outliers]
+    return decoded
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+@pytest.mark.parametrize("shape", [(33,), (2, 17), (1, 1)], ids=str)
+def test_int8_layers_compute_what_served_inputs_say(shape: tuple[int, ...], threshold: float, bnb: ModuleType) -> None:
+    """The whole layer, in float32: bitsandbytes' int8 multiplication against ours in plain arithmetic.
+
+    The outlier columns hold outliers only, so that both scale the rows alike.
+    """
+    from bitsandbytes import MatmulLtState, matmul
+
+    fmt = LlmInt8(threshold=threshold)
+    inputs = _activations(torch.Size(shape).numel(), outliers=False).view(*shape, 96)
+    inputs[..., 20:23] += 7.3 * inputs[..., 20:23].sign()
+    quantized = fmt.quantize(_normal(64, 96))
+    state = MatmulLtState(CB=quantized.codes, SCB=quantized.row_absmax)
+    state.threshold, state.is_training, state.has_fp16_weights = threshold, False, False
+    theirs = matmul(inputs, quantized.codes, state=state)
+    ours = fmt.served_inputs(inputs) @ quantized.dequantize().T
+    exact = inputs @ quantized.dequantize().T
+    error, share_of_rounding = (float((theirs - ours).norm() / other.norm()) for other in (ours, exact - ours))
+    assert error < 3e-5  # their constant for 1 / 127^2 is 1.8e-5 off
+    assert share_of_rounding < 0.02

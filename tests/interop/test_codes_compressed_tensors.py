@@ -92,3 +92,45 @@ def _zeros(fmt: Format, parts: dict[str, Tensor]) -> Tensor | None:
     if not isinstance(fmt, CtPacked) or fmt.sym:
         return None
     return (fmt.unpack(parts).zeros.int() - (1 << (fmt.bits - 1))).to(torch.int8)
+
+
+STATIC = CtFloat8(strategy="tensor", activations="static")
+ROUNDING = [CtInt8(), CtFloat8(), CtFloat8(strategy="tensor"), CtFloat8(strategy="block"), STATIC]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", ROUNDING, ids=lambda fmt: f"{fmt.name} {fmt.describe()}")
+def test_activations_are_rounded_as_there(fmt: Format, dtype: torch.dtype, ct: ModuleType) -> None:
+    """To the last bit in float32. In 16 bits they keep scales and steps in 16 bits too, ours stay in float32."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    args = _scheme(fmt).input_activations
+    inputs = _normal(18, 256).view(2, 9, 256).to(dtype) * 20
+    inputs[:, :, 3] *= 30  # a column of outliers
+    quantized = fmt.with_input_scale(fmt.quantize(_normal(48, 256)), inputs.abs().amax() / 2)
+    if args.dynamic:
+        scale, _ = compute_dynamic_scales_and_zp(inputs, args, torch.nn.Module())
+    else:
+        scale = fmt.pack(quantized)["input_scale"].to(dtype)
+    theirs = fake_quantize(inputs, scale, None, args)
+    ours = fmt.served_inputs(inputs, quantized)
+    if dtype == torch.float32:
+        assert torch.equal(ours, theirs)
+    else:
+        error, rounding = (ours - theirs).float().norm(), (ours - inputs).float().norm()
+        assert ours.dtype == theirs.dtype
+        assert float(error) < 0.8 * float(rounding)
+    assert not torch.equal(ours, inputs)
+
+
+def test_static_scales_are_read_and_written_as_there(ct: ModuleType) -> None:
+    parts = STATIC.pack(STATIC.with_input_scale(STATIC.quantize(_normal(48, 256)), 17.0))
+    scheme, compressor = _scheme(STATIC), _compressor(STATIC, ct)
+    assert (scheme.input_activations.dynamic, str(scheme.input_activations.strategy)) == (False, "tensor")
+    decompressed = compressor.decompress(dict(parts), scheme)
+    assert torch.equal(decompressed["weight"], STATIC.decode(parts, torch.bfloat16))
+    assert torch.equal(decompressed["input_scale"], parts["input_scale"])
+    state = {"weight": STATIC.decode(parts), "weight_scale": parts["weight_scale"], "weight_zero_point": None}
+    theirs = compressor.compress(state | {"input_scale": parts["input_scale"]}, scheme)
+    assert torch.equal(STATIC.decode(theirs), STATIC.decode(parts))
