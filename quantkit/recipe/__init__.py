@@ -1,8 +1,9 @@
 """Recipes: one YAML file says one way to quantize a model. Strict, so that a slip of the pen never changes a result.
 
     summary: One line on what it is and when to use it.
-    method: rtn
-    format: {name: gptq, bits: 4, group_size: 128}
+    method: {name: gptq, damping: 0.05}
+    format: {name: ct-packed, bits: 4, group_size: 128}
+    calibration: {source: notes.txt, samples: 256}
     keep: ["model.layers.0.*"]
     overrides:
       - {modules: "*.mlp.down_proj", bits: 8}
@@ -50,9 +51,18 @@ class Recipe(Contents):
 
     name: str
 
+    @property
+    def needs_data(self) -> bool:
+        """Whether there is no quantizing without calibration."""
+        return (
+            self.method.build().calibrated or build(self.format.name, self.format.options, "bfloat16").needs_input_scale
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and logs: the name, then the keys as a recipe file has them."""
         contents = self.model_dump(mode="json", exclude_unset=True)
+        if not self.method.options:
+            contents["method"] = self.method.name
         return {"name": contents.pop("name"), **contents}
 
     def plan(self, family: Family, config: Mapping[str, Any], model_dtype: str) -> dict[str, Format | None]:
@@ -64,7 +74,7 @@ class Recipe(Contents):
         modules = family.linears(config)
         rules = self._rules(model_dtype)
         for rule in rules:
-            self._check_used(rule, modules)
+            self._check_used(rule, modules, family.tied(config))
         chosen = {module: next(rule for rule in rules if rule.matches(module)) for module in modules}
         for group in family.linear_groups(config):
             self._check_fused([(member, chosen[member]) for member in group])
@@ -82,13 +92,16 @@ class Recipe(Contents):
             rules.append(_Rule(f"override '{override.modules}' {changed}", override.modules, fmt))
         return [*rules, _Rule("no override", "*", build(name, options, model_dtype))]
 
-    def _check_used(self, rule: _Rule, modules: list[str]) -> None:
+    def _check_used(self, rule: _Rule, modules: list[str], tied: bool) -> None:
         if any(rule.matches(module) for module in modules):
             return
         if rule.matches("lm_head"):
             if rule.fmt is None:  # says aloud what holds anyway
                 return
-            raise InputError(f"recipe '{self.name}': {rule.words}: lm_head is never quantized; remove this override")
+            why = (
+                "is this model's embedding matrix (they are tied) and stays as it is" if tied else "is never quantized"
+            )
+            raise InputError(f"recipe '{self.name}': {rule.words}: lm_head {why}; remove this override")
         raise InputError(
             f"recipe '{self.name}': {rule.words}: the pattern matches no linear layer of this model; "
             f"their names look like {modules[0]} and {modules[-1]}"
@@ -130,7 +143,8 @@ def load_recipe(name_or_path: str, changes: Sequence[str] = ()) -> Recipe:
     elif not file.is_file():
         hint = did_you_mean(file.stem, _bundled_names())
         raise InputError(f"no recipe file {file}; bundled recipes go by their name alone: {hint}")
-    return Recipe(name=file.stem, **dict(read_recipe(file, changes)))
+    contents = read_recipe(file, changes)
+    return Recipe(name=file.stem, **{key: getattr(contents, key) for key in contents.model_fields_set})
 
 
 def _bundled_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""Reading recipe files: YAML, changes from the command line, and every check that needs no model.
+"""Reading recipe files: every check that needs no model. `parse.py` turns text into the plain values checked here.
 
 All errors are one line that names the file or the change at fault, the key as a dotted path, and what is allowed.
 `__init__.py` says what the checked contents mean.
@@ -6,68 +6,95 @@ All errors are one line that names the file or the change at fault, the key as a
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.formats import FORMATS, build, options_of
-from quantkit.methods import METHODS
+from quantkit.formats import FORMATS, CtPacked, build
+from quantkit.methods import METHODS, MethodOptions
+from quantkit.recipe.parse import changed, key_of, parse
 
 KeyPath = tuple[str | int, ...]  # of a key, from the outermost in
 Model = TypeVar("Model", bound=BaseModel)
 
 _CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
-_OPEN = ConfigDict(extra="allow", frozen=True, strict=True)  # the extra keys are options, checked against the format
+_OPEN = ConfigDict(extra="allow", frozen=True, strict=True)  # the extra keys are options, checked by `_check_options`
 _MUST_BE = {  # by pydantic's kind of error
     "bool_type": "true or false",
     "float_type": "a number",
+    "greater_than_equal": "at least {ge}",
     "int_type": "a whole number",
     "invalid_key": "text",
     "model_type": "a mapping of keys to values",
     "string_pattern_mismatch": "one line of text",
+    "string_too_short": "text",
     "string_type": "text",
     "tuple_type": "a list",
 }
+_MUST_BE_AT = {"method": "a name such as gptq, or a mapping such as {name: gptq, damping: 0.05}"}  # by key
+_NAME_BEFORE = re.compile(r"^[\w-]+: ")  # formats start their errors with their name
+_BITS = (2, 8)  # the least and the most that `target_bits` may ask for
 
 
-class FormatChoice(BaseModel):
-    """A format and the options that the recipe gives it; the others take the format's own defaults."""
+class _Choice(BaseModel):
+    """A mapping with a few keys of its own; all the others are options."""
 
     model_config = _OPEN
-    name: str
 
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
 
 
-class Override(BaseModel):
+class MethodChoice(_Choice):
+    """A method and the options that the recipe gives it; the others take the method's own defaults."""
+
+    name: str
+
+    def build(self) -> MethodOptions:
+        return METHODS[self.name](**self.options)
+
+
+class FormatChoice(_Choice):
+    """A format and the options that the recipe gives it; the others take the format's own defaults."""
+
+    name: str
+
+
+class Override(_Choice):
     """What some modules do differently: other options of the same format, or nothing at all (`keep`)."""
 
-    model_config = _OPEN
     modules: str
     keep: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
+
+class CalibrationChoice(BaseModel):
+    """What a recipe says about calibration data; None where it is silent and the defaults hold."""
+
+    model_config = _CLOSED
+    source: Annotated[str | None, Field(min_length=1)] = None
+    samples: Annotated[int | None, Field(ge=1)] = None
+    seq_len: Annotated[int | None, Field(ge=2)] = None
+    seed: Annotated[int | None, Field(ge=0)] = None
 
 
 class Contents(BaseModel):
-    """The keys of a recipe file."""
+    """The keys of a recipe file, in the order in which they are shown."""
 
     model_config = _CLOSED
     summary: Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^[^\n]+$")]
-    method: str
+    method: MethodChoice
     format: FormatChoice
+    target_bits: float | None = None  # of a weight on average, scales and all; the bits of each layer follow
+    calibration: CalibrationChoice = CalibrationChoice()
     keep: tuple[str, ...] = Field(default=(), strict=False)  # not strict in one point: YAML knows lists, not tuples
     overrides: tuple[Override, ...] = Field(default=(), strict=False)
 
@@ -81,7 +108,7 @@ class Source:
 
     def error(self, path: str, text: str) -> InputError:
         for change in self.changes:
-            key = _key_of(change)
+            key = key_of(change)
             if path == key or path.startswith(f"{key}.") or key.startswith(f"{path}."):
                 return InputError(f"{self.file} with {change}: {text}")
         return InputError(f"{self.file}: {text}")
@@ -93,75 +120,49 @@ def read_recipe(file: Path, changes: Sequence[str]) -> Contents:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read: {error}") from error
-    contents = _parse(text, str(file))
+    contents = parse(text, str(file))
     if not isinstance(contents, dict):
         raise InputError(f"{file}: a recipe is a mapping of keys to values, but this is {_short(contents)}")
+    contents = _in_long_form(contents)
     for change in changes:
-        contents = _changed(contents, change)
+        contents = _in_long_form(changed(contents, change))
     return _checked(contents, Source(str(file), tuple(changes)))
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, made strict: by itself it silently takes the last of two equal keys."""
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' is given twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return node
-
-
-def _parse(text: str, where: str) -> Any:
-    """YAML as plain values. Beside its own errors, PyYAML lets those of numbers and dates through."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise InputError(f"{where}: {line}not valid YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from error
-
-
-def _key_of(change: str) -> str:
-    return change.partition("=")[0].strip()
-
-
-def _changed(contents: dict[str, Any], change: str) -> dict[str, Any]:
-    """The contents with one `KEY=VALUE` applied; the value is YAML."""
-    names = _key_of(change).split(".")
-    if "=" not in change or not all(names):
-        raise InputError(f"change '{change}' is not of the form KEY=VALUE, such as format.bits=3")
-    return _replaced(contents, names, _parse(change.partition("=")[2], f"change '{change}'"), change)
-
-
-def _replaced(holder: dict[str, Any], names: list[str], value: Any, change: str) -> dict[str, Any]:
-    first, *rest = names
-    if rest:
-        inner = holder.get(first, {})
-        if not isinstance(inner, dict):
-            raise InputError(f"change '{change}': '{first}' has no keys inside; give it whole, as in {first}=VALUE")
-        value = _replaced(inner, rest, value, change)
-    return {**holder, first: value}
+def _in_long_form(contents: dict[str, Any]) -> dict[str, Any]:
+    """`method: gptq` as `method: {name: gptq}`, so that a change may add an option to it."""
+    method = contents.get("method")
+    return contents | {"method": {"name": method}} if isinstance(method, str) else contents
 
 
 def _checked(contents: dict[str, Any], source: Source) -> Contents:
     recipe = _validated(Contents, contents, (), Contents.model_fields, source)
-    _check_name("method", recipe.method, METHODS, source)
+    _check_filled({key: contents[key] for key in ("target_bits", "calibration") if key in contents}, (), source)
+    _check_name("method", recipe.method.name, METHODS, source)
+    method = recipe.method.name
+    _check_options(recipe.method, METHODS[method], f"method '{method}'", ("method",), recipe.method.build, source)
     _check_name("format.name", recipe.format.name, FORMATS, source)
-    name, options = recipe.format.name, recipe.format.options
-    _check_options(name, options, {}, ("format",), ("name",), source)
+    _check_format_options(recipe.format, {}, recipe.format.name, ("format",), source)
     for index, override in enumerate(recipe.overrides):
         path = f"overrides.{index}"
         _check_pattern(f"{path}.modules", override.modules, source)
-        _check_options(name, override.options, options, ("overrides", index), ("modules", "keep"), source)
+        _check_format_options(override, recipe.format.options, recipe.format.name, ("overrides", index), source)
         if override.keep == bool(override.options):
             raise source.error(path, f"'{path}' must have either keep: true or options of the format, such as bits: 8")
     for index, pattern in enumerate(recipe.keep):
         _check_pattern(f"keep.{index}", pattern, source)
+    _check_target_bits(recipe, source)
     return recipe
+
+
+def _check_filled(contents: dict[str, Any], path: KeyPath, source: Source) -> None:
+    """Optional keys may be left out, but not be empty: YAML reads a forgotten value as null."""
+    for name, value in contents.items():
+        key = _dotted((*path, name))
+        if value is None:
+            raise source.error(key, f"'{key}' is empty; give it a value or leave it out")
+        if isinstance(value, dict):
+            _check_filled(value, (*path, name), source)
 
 
 def _check_name(path: str, given: str, known: Iterable[str], source: Source) -> None:
@@ -180,24 +181,58 @@ def _check_pattern(path: str, pattern: str, source: Source) -> None:
         ) from error
 
 
+def _check_target_bits(recipe: Contents, source: Source) -> None:
+    """Bits can be chosen layer by layer only where one checkpoint may mix them and nobody else sets them."""
+    if recipe.target_bits is None:
+        return
+    least, most = _BITS
+    if not least <= recipe.target_bits <= most:
+        raise source.error(
+            "target_bits", f"'target_bits' is {recipe.target_bits:g}, but must be a number from {least} to {most}"
+        )
+    if recipe.format.name != CtPacked.name:
+        raise source.error(
+            "target_bits",
+            f"'target_bits' mixes layers of different bits, which format '{recipe.format.name}' cannot hold; "
+            f"use format.name: {CtPacked.name}, or leave 'target_bits' out",
+        )
+    for index, override in enumerate(recipe.overrides):
+        if override.options:
+            raise source.error(
+                f"overrides.{index}",
+                f"'overrides.{index}' sets options of '{override.modules}', but 'target_bits' chooses them for every "
+                "layer; remove one of the two (an override with keep: true may stay)",
+            )
+
+
+def _check_format_options(choice: _Choice, base: dict[str, Any], name: str, path: KeyPath, source: Source) -> None:
+    def build_it() -> object:
+        return build(name, base | choice.options, "bfloat16")  # any dtype will do: the model's own is not known yet
+
+    _check_options(choice, FORMATS[name], f"format '{name}'", path, build_it, source)
+
+
 def _check_options(
-    name: str, options: dict[str, Any], base: dict[str, Any], path: KeyPath, siblings: tuple[str, ...], source: Source
+    choice: _Choice, kind: type[Any], owner: str, path: KeyPath, build_it: Callable[[], object], source: Source
 ) -> None:
-    """Types first, by the annotations of the format; then the values, by building it."""
-    hints = get_type_hints(FORMATS[name])
-    fields: dict[str, Any] = {option: (hints[option], None) for option in options_of(name)}
-    _validated(create_model(name, __config__=_CLOSED, **fields), options, path, (*siblings, *fields), source)
+    """Types first, by the annotations of the dataclass that the options are for; then the values, by building it."""
+    hints = get_type_hints(kind)
+    fields: dict[str, Any] = {field.name: (hints[field.name], None) for field in dataclasses.fields(kind)}
+    model = create_model(kind.__name__, __config__=_CLOSED, **fields)
+    _validated(model, choice.options, path, (*type(choice).model_fields, *fields), source, owner)
     where = _dotted(path)
     try:
-        build(name, base | options, "bfloat16")  # any dtype will do: the model's own is not known yet
+        build_it()
     except InputError as error:
-        option, _, rule = str(error).removeprefix(f"{name}: ").partition(" ")
+        option, _, rule = _NAME_BEFORE.sub("", str(error)).partition(" ")
         if option in fields:
             raise source.error(f"{where}.{option}", f"'{where}.{option}' {rule}") from error
         raise source.error(where, f"'{where}': {error}") from error
 
 
-def _validated(model: type[Model], value: object, path: KeyPath, known: Iterable[str], source: Source) -> Model:
+def _validated(
+    model: type[Model], value: object, path: KeyPath, known: Iterable[str], source: Source, owner: str = ""
+) -> Model:
     """The value as a model, or its first error in our words; unknown keys first, they explain missing ones."""
     try:
         return model.model_validate(value)
@@ -206,12 +241,14 @@ def _validated(model: type[Model], value: object, path: KeyPath, known: Iterable
         error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     key = _dotted(path + error["loc"])
     if error["type"] == "extra_forbidden":
-        owner = f" for format '{model.__name__}'" if path else ""
-        raise source.error(key, f"unknown key '{key}'{owner}; {did_you_mean(str(error['loc'][-1]), known)}")
+        inside = len(error["loc"]) > 1  # of the one closed mapping that stands in another
+        hint = did_you_mean(str(error["loc"][-1]), CalibrationChoice.model_fields if inside else known)
+        raise source.error(key, f"unknown key '{key}'{owner and f' for {owner}'}; {hint}")
     if error["type"] == "missing":
         raise source.error(key, _missing(key, error["input"]))
-    wanted = _MUST_BE.get(error["type"], error["msg"])
-    raise source.error(key, f"'{key}' is {_short(error['input'])}, but must be {wanted}")
+    by_type = _MUST_BE.get(error["type"])
+    wanted = by_type.format(**error.get("ctx", {})) if by_type else error["msg"]
+    raise source.error(key, f"'{key}' is {_short(error['input'])}, but must be {_MUST_BE_AT.get(key, wanted)}")
 
 
 def _missing(key: str, given: dict[str, Any]) -> str:
@@ -228,4 +265,4 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _short(value: object) -> str:
-    return "empty" if value is None else reprlib.repr(value)
+    return "empty" if value in (None, "") else reprlib.repr(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pydantic
 import pytest
 import torch
+import yaml
 
-from quantkit.arch import FAMILIES, LLAMA, PHI3
+from quantkit.arch import FAMILIES, GEMMA2, LLAMA, PHI3, Family
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats import Awq, CtPacked, Format, Gptq
 from quantkit.methods import METHODS
@@ -24,9 +26,11 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 BUNDLED = (
-    *("fp4", "fp8", "fp8-block", "gptq-w3g128", "gptq-w4g128", "llm-int8", "nf4", "nf4-plain"),
+    *("auto-w3.5", "awq-w3g128", "awq-w4g128", "awq-w4g32", "awq-w4g64", "best-w4g128", "best-w4g64"),
+    *("fp4", "fp8", "fp8-block", "fp8-static", "gptq-w3g128", "gptq-w3g64", "gptq-w4g128", "gptq-w4g32", "gptq-w4g64"),
+    *("gptq-w4g64-asym", "gptq-w8", "llm-int8", "nf4", "nf4-plain"),
     *("rtn-w2g64", "rtn-w3g128", "rtn-w4g128", "rtn-w4g128-asym", "rtn-w4g128-ct", "rtn-w4g32", "rtn-w4g64"),
-    *("rtn-w8", "rtn-w8a8"),
+    *("rtn-w8", "rtn-w8a8", "smoothquant-w8a8"),
 )
 PLAIN = """\
 summary: A recipe for tests.
@@ -50,7 +54,7 @@ def plan(folder: Path, extra: str, base: str = PLAIN) -> dict[str, Format | None
 def test_bundled_recipes() -> None:
     recipes = list_recipes()
     assert tuple(recipe.name for recipe in recipes) == BUNDLED
-    assert all(recipe.method in METHODS for recipe in recipes)
+    assert all(recipe.method.name in METHODS for recipe in recipes)
     assert len({recipe.summary for recipe in recipes}) == len(BUNDLED)
 
 
@@ -62,8 +66,7 @@ def test_bundled_recipe_plans_and_quantizes(name: str) -> None:
     (fmt,) = set(formats.values())
     assert fmt is not None
     weight = torch.randn(128, 256)
-    assert recipe.method in METHODS
-    quantized = fmt.quantize(weight)
+    quantized = fmt.with_input_scale(fmt.quantize(weight), 3.0)
     relative = (quantized.dequantize() - weight).norm() / weight.norm()
     assert relative < {2: 0.6, 3: 0.3, 4: 0.2, 8: 0.04}[fmt.bits]
     assert set(fmt.parts((128, 256))) == set(fmt.pack(quantized))
@@ -94,7 +97,7 @@ def test_recipe_is_a_frozen_value(tmp_path: Path) -> None:
     assert recipe == load(tmp_path, PLAIN + "overrides: [{modules: '*.mlp.down_proj', bits: 8}]\n")
     assert recipe != load(tmp_path, PLAIN + "overrides: [{modules: '*.mlp.down_proj', bits: 2}]\n")
     with pytest.raises(pydantic.ValidationError, match="frozen"):
-        recipe.method = "other"
+        recipe.method.name = "other"
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         recipe.format.bits = 3  # type: ignore[attr-defined]
 
@@ -109,6 +112,30 @@ def test_to_dict_is_json_and_says_what_the_file_says(tmp_path: Path) -> None:
         "keep": ["lm_head"],
         "overrides": [{"modules": "*.o_proj", "keep": True}],
     }
+
+
+def test_to_dict_has_the_order_of_a_file_and_only_what_was_given(tmp_path: Path) -> None:
+    plain = load(tmp_path, PLAIN)
+    assert list(plain.to_dict()) == ["name", "summary", "method", "format"]
+    full = load(
+        tmp_path,
+        """
+overrides: [{keep: true, modules: "*.o_proj"}]
+keep: [lm_head]
+calibration: {seed: 3, source: notes.txt}
+target_bits: 4
+format: {name: ct-packed, group_size: 64}
+method: {damping: 0.1, name: gptq}
+summary: Every key, in reverse.
+""",
+    )
+    written = json.loads(json.dumps(full.to_dict()))
+    assert list(written) == [
+        *("name", "summary", "method", "format", "target_bits", "calibration", "keep", "overrides"),
+    ]
+    assert list(written["method"].items()) == [("name", "gptq"), ("damping", 0.1)]
+    assert written["calibration"] == {"source": "notes.txt", "seed": 3}
+    assert written["target_bits"] == 4.0
 
 
 def test_first_override_wins_and_keep_goes_before(tmp_path: Path) -> None:
@@ -186,8 +213,21 @@ def test_pattern_without_a_match_shows_real_names(tmp_path: Path, rule: str) -> 
 
 def test_lm_head_may_be_kept_but_not_quantized(tmp_path: Path) -> None:
     assert "lm_head" not in plan(tmp_path, "keep: [lm_head]")
-    with pytest.raises(InputError, match="lm_head is never quantized"):
+    with pytest.raises(InputError, match="'lm_head' bits: 8: lm_head is never quantized; remove this override"):
         plan(tmp_path, "overrides: [{modules: lm_head, bits: 8}]")
+
+
+@pytest.mark.parametrize(("family", "config"), [(LLAMA, CONFIG | {"tie_word_embeddings": True}), (GEMMA2, CONFIG)])
+def test_a_tied_lm_head_is_the_embedding(tmp_path: Path, family: Family, config: dict[str, Any]) -> None:
+    recipe = load(tmp_path, PLAIN + "overrides: [{modules: lm_head, bits: 8}]")
+    with pytest.raises(InputError) as caught:
+        recipe.plan(family, config, "bfloat16")
+    assert str(caught.value) == (
+        "recipe 'mine': override 'lm_head' bits: 8: lm_head is this model's embedding matrix (they are tied) and "
+        "stays as it is; remove this override"
+    )
+    for harmless in ("keep: [lm_head]", "overrides: [{modules: lm_head, keep: true}]"):
+        assert "lm_head" not in load(tmp_path, PLAIN + harmless).plan(family, config, "bfloat16")
 
 
 def test_a_plan_must_quantize_something(tmp_path: Path) -> None:
@@ -210,3 +250,32 @@ def test_the_worked_example_of_the_manual(tmp_path: Path) -> None:
     assert schemes.pop("model.layers.1.mlp.down_proj") == "W8 g128 sym"
     assert set(schemes.values()) == {"W4 g128 sym"}
     assert len(schemes) == 6
+
+
+def test_the_manual_lists_every_option_of_every_method_with_its_default() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    table = manual.split("## Methods")[1].split("\n## ")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:4]] for line in table.splitlines() if line[:2] == "| "]
+    method, listed = "", []
+    for name, option, default in rows[1:]:
+        method = name or method
+        if option and option != "none":
+            listed.append((method, option, default))
+    assert listed == [
+        (name, field.name, str(field.default).lower())
+        for name, options in METHODS.items()
+        for field in dataclasses.fields(options)
+    ]
+
+
+def test_the_examples_of_the_manual_are_recipes(tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    examples = [part.split("```")[0] for part in manual.split("```yaml\n")[1:]]
+    for example in examples:
+        load(tmp_path, example if "summary:" in example else _with(PLAIN, example))
+    assert len(examples) == 5
+
+
+def _with(base: str, keys: str) -> str:
+    """A recipe with some of its keys given anew."""
+    return yaml.safe_dump(yaml.safe_load(base) | yaml.safe_load(keys))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.methods.options import AwqOptions, GptqOptions, RtnOptions
 from quantkit.recipe import Recipe, load_recipe
 
 PLAIN = """\
@@ -17,6 +18,8 @@ format:
   name: gptq
   bits: 4
 """
+LONG = PLAIN.replace("rtn", "{name: gptq, damping: 0.05}")
+MIXED = PLAIN.replace("name: gptq", "name: ct-packed") + "target_bits: 3.5\n"
 
 
 def load(folder: Path, text: str, changes: Sequence[str] = ()) -> Recipe:
@@ -49,6 +52,17 @@ def error_of(folder: Path, text: str, changes: Sequence[str] = ()) -> str:
             ["unknown key 'overrides.0.module'", "did you mean 'modules'?"],
         ),
         (PLAIN + "overrides: [{modules: '*', kep: true}]", ["unknown key 'overrides.0.kep'", "did you mean 'keep'?"]),
+        (
+            LONG.replace("damping", "dampin"),
+            ["unknown key 'method.dampin' for method 'gptq'", "did you mean 'damping'?", "order", "name"],
+        ),
+        (LONG.replace("gptq, damp", "rtn, damp"), ["unknown key 'method.damping' for method 'rtn'; Known: name."]),
+        (LONG.replace("name: gptq, d", "nam: gptq, d"), ["unknown key 'method.nam'", "did you mean 'name'?"]),
+        (PLAIN + "targetbits: 4", ["unknown key 'targetbits'", "did you mean 'target_bits'?"]),
+        (
+            PLAIN + "calibration: {sample: 4}",
+            ["unknown key 'calibration.sample'", "did you mean 'samples'?", "seed, seq_len, source"],
+        ),
     ],
 )
 def test_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -62,7 +76,38 @@ def test_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, parts
     [
         (PLAIN.replace("method: rtn", ""), ["key 'method' is missing"]),
         (PLAIN.replace("rtn", "rnt"), ["'method' is 'rnt'", "did you mean 'rtn'?"]),
-        (PLAIN.replace("rtn", "4"), ["'method' is 4", "must be text"]),
+        (PLAIN.replace("rtn", "4"), ["'method' is 4", "must be a name such as gptq, or a mapping"]),
+        (PLAIN.replace("rtn", ""), ["'method' is empty", "must be a name such as gptq, or a mapping"]),
+        (PLAIN.replace("rtn", "{name: 4}"), ["'method.name' is 4", "must be text"]),
+        (PLAIN.replace("rtn", "{damping: 0.1}"), ["key 'method.name' is missing"]),
+        (LONG.replace("name: gptq, d", "name: gtpq, d"), ["'method' is 'gtpq'", "did you mean 'gptq'?", "smoothquant"]),
+        (LONG.replace("0.05", "much"), ["'method.damping' is 'much'", "must be a number"]),
+        (LONG.replace("0.05", "true"), ["'method.damping' is True", "must be a number"]),
+        (LONG.replace("0.05", "2"), ["'method.damping' is 2", "must be above 0 and at most 1"]),
+        (LONG.replace("0.05", ".nan"), ["'method.damping' is nan", "must be above 0 and at most 1"]),
+        (LONG.replace("0.05", "0.05, order: desc"), ["'method.order' is 'desc'", "one of static, desc_act, none"]),
+        (PLAIN.replace("rtn", "{name: awq, points: 0}"), ["'method.points' is 0", "must be 1 to 1000"]),
+        (PLAIN.replace("rtn", "{name: awq, points: 2.5}"), ["'method.points' is 2.5", "must be a whole number"]),
+        (PLAIN.replace("rtn", "{name: awq, clip: 1}"), ["'method.clip' is 1", "must be true or false"]),
+        (PLAIN + "calibration: notes.txt", ["'calibration' is 'notes.txt'", "must be a mapping"]),
+        (PLAIN + "calibration:", ["'calibration' is empty", "must be a mapping"]),
+        (PLAIN + "calibration: {source: 3}", ["'calibration.source' is 3", "must be text"]),
+        (PLAIN + "calibration: {source: ''}", ["'calibration.source' is empty", "must be text"]),
+        (PLAIN + "calibration: {source: }", ["'calibration.source' is empty", "leave it out"]),
+        (PLAIN + "calibration: {samples: 0}", ["'calibration.samples' is 0", "must be at least 1"]),
+        (PLAIN + "calibration: {samples: many}", ["'calibration.samples' is 'many'", "must be a whole number"]),
+        (PLAIN + "calibration: {seq_len: 1}", ["'calibration.seq_len' is 1", "must be at least 2"]),
+        (PLAIN + "calibration: {seed: -1}", ["'calibration.seed' is -1", "must be at least 0"]),
+        (MIXED.replace("3.5", "few"), ["'target_bits' is 'few'", "must be a number"]),
+        (MIXED.replace("3.5", ""), ["'target_bits' is empty", "leave it out"]),
+        (MIXED.replace("3.5", "1.9"), ["'target_bits' is 1.9", "must be a number from 2 to 8"]),
+        (MIXED.replace("3.5", "9"), ["'target_bits' is 9", "must be a number from 2 to 8"]),
+        (MIXED.replace("3.5", ".nan"), ["'target_bits' is nan", "must be a number from 2 to 8"]),
+        (PLAIN + "target_bits: 4", ["'target_bits'", "format 'gptq' cannot hold", "format.name: ct-packed"]),
+        (
+            MIXED + "overrides: [{modules: '*.o_proj', keep: true}, {modules: '*.down_proj', bits: 8}]",
+            ["'overrides.1' sets options of '*.down_proj'", "'target_bits' chooses them", "keep: true may stay"],
+        ),
         (PLAIN.replace("gptq", "gtpq"), ["'format.name' is 'gtpq'", "did you mean 'gptq'?", "nf4"]),
         (PLAIN.replace("bits: 4", "bits: 5"), ["'format.bits' is 5", "must be one of 2, 3, 4, 8"]),
         (PLAIN.replace("bits: 4", "bits: four"), ["'format.bits' is 'four'", "must be a whole number"]),
@@ -160,7 +205,13 @@ def test_changes_apply_before_the_checks(tmp_path: Path) -> None:
         ("format.bits=5", ["mine.yaml with format.bits=5", "'format.bits' is 5", "must be one of 2, 3, 4, 8"]),
         ("format.bits=", ["mine.yaml with format.bits=", "'format.bits' is empty", "must be a whole number"]),
         ("format.name=gtpq", ["mine.yaml with format.name=gtpq", "did you mean 'gptq'?"]),
-        ("method.bits=3", ["'method' has no keys inside"]),
+        ("summary.bits=3", ["'summary' has no keys inside"]),
+        ("method.bits=3", ["mine.yaml with method.bits=3", "unknown key 'method.bits' for method 'rtn'"]),
+        ("method=rnt", ["mine.yaml with method=rnt", "'method' is 'rnt'", "did you mean 'rtn'?"]),
+        ("method.name=rnt", ["mine.yaml with method.name=rnt", "'method' is 'rnt'", "did you mean 'rtn'?"]),
+        ("method={name: gptq, damping: 2}", ["mine.yaml with method={name", "'method.damping' is 2"]),
+        ("calibration.samples=0", ["mine.yaml with calibration.samples=0", "must be at least 1"]),
+        ("target_bits=3", ["mine.yaml with target_bits=3", "format 'gptq' cannot hold"]),
         ("overrides.0.bits=3", ["mine.yaml with overrides.0.bits=3", "must be a list"]),
     ],
 )
@@ -173,3 +224,46 @@ def test_wrong_change(tmp_path: Path, change: str, parts: list[str]) -> None:
 def test_option_of_the_old_format_is_named_after_a_change_of_format() -> None:
     with pytest.raises(InputError, match=r"unknown key 'format\.group_size' for format 'nf4'"):
         load_recipe("rtn-w4g128", ["format.name=nf4"])
+
+
+@pytest.mark.parametrize("text", [PLAIN, PLAIN.replace("rtn", "{name: rtn}")])
+def test_methods_short_and_long_form_mean_the_same(tmp_path: Path, text: str) -> None:
+    recipe = load(tmp_path, text)
+    assert (recipe.method.name, recipe.method.options, recipe.method.build()) == ("rtn", {}, RtnOptions())
+    assert recipe.to_dict()["method"] == "rtn"
+
+
+def test_method_options_are_built(tmp_path: Path) -> None:
+    assert load(tmp_path, LONG).method.build() == GptqOptions(damping=0.05)
+    assert load(tmp_path, PLAIN.replace("rtn", "gptq")).method.build() == GptqOptions()
+    options = load(tmp_path, PLAIN.replace("rtn", "{name: awq, points: 5, clip: false}")).method.build()
+    assert options == AwqOptions(points=5, clip=False)
+
+
+def test_changes_of_the_method(tmp_path: Path) -> None:
+    """Options can be added to the short form; a bare name replaces the method with all its options."""
+    short = PLAIN.replace("rtn", "gptq")
+    assert load(tmp_path, short, ["method.damping=0.1"]).method.build() == GptqOptions(damping=0.1)
+    assert load(tmp_path, short, ["method.damping=1e-3"]).method.build() == GptqOptions(damping=0.001)
+    assert load(tmp_path, LONG, ["method.order=desc_act"]).method.options == {"damping": 0.05, "order": "desc_act"}
+    assert load(tmp_path, LONG, ["method=rtn"]).method.build() == RtnOptions()
+    changed = load(tmp_path, PLAIN, ["method=gptq", "method.damping=0.2"])
+    assert changed.method.build() == GptqOptions(damping=0.2)
+    assert "unknown key 'method.damping' for method 'rtn'" in error_of(tmp_path, LONG, ["method.name=rtn"])
+
+
+def test_calibration_and_target_bits(tmp_path: Path) -> None:
+    plain = load(tmp_path, PLAIN)
+    assert plain.target_bits is None
+    assert (plain.calibration.source, plain.calibration.samples) == (None, None)
+    recipe = load(tmp_path, MIXED + "calibration: {source: a.jsonl, seq_len: 64}", ["calibration.seed=7"])
+    assert recipe.target_bits == 3.5
+    assert (recipe.calibration.source, recipe.calibration.samples) == ("a.jsonl", None)
+    assert (recipe.calibration.seq_len, recipe.calibration.seed) == (64, 7)
+    kept = load(tmp_path, MIXED + "keep: [lm_head]\noverrides: [{modules: '*.o_proj', keep: true}]")
+    assert kept.target_bits == 3.5
+
+
+@pytest.mark.parametrize("number", ["1e-2", "1E-2", "1.e-2", ".1e-1", "+1e-2", "0.01", "1.0e-2"])
+def test_numbers_with_exponents_are_numbers(tmp_path: Path, number: str) -> None:
+    assert load(tmp_path, LONG.replace("0.05", number)).method.build() == GptqOptions(damping=0.01)
