@@ -11,25 +11,22 @@ leaves `.NAME.partial` behind, never a folder that looks finished.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.checkpoint import INDEX
 from quantkit.errors import InputError, StorageError
+from quantkit.storage import NOTHING_KEPT, storage_errors, sync
 
 DEFAULT_SHARD_BYTES = 1_000_000_000
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointWriter:
@@ -42,20 +39,23 @@ class CheckpointWriter:
         overwrite: bool = False,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         expected_bytes: int = 0,
+        when_full: str = NOTHING_KEPT,
     ) -> None:
+        """`when_full` ends the message about a full disk: what is kept, and what to do."""
         self.output = Path(output).absolute()
         self.partial = self.output.with_name(f".{self.output.name}.partial")
         self._overwrite = overwrite
         self._shard_bytes = shard_bytes
+        self._when_full = when_full
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self.total_bytes = 0
         check_output(self.output, overwrite)
-        self._check_space(expected_bytes)
+        check_space(self.output, expected_bytes)
 
     def __enter__(self) -> CheckpointWriter:
-        with _storage_errors(self.partial):
+        with self._storage_errors():
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
         return self
@@ -78,27 +78,28 @@ class CheckpointWriter:
         self.add_text(name, json.dumps(value, indent=2) + "\n")
 
     def add_text(self, name: str, text: str) -> None:
-        with _storage_errors(self.partial):
+        with self._storage_errors():
             (self.partial / name).write_text(text, encoding="utf-8")
 
     def add_file(self, source: Path) -> None:
-        with _storage_errors(self.partial):
+        with self._storage_errors():
             shutil.copyfile(source, self.partial / source.name)
 
     def finish(self, verify: Callable[[Path], None] = lambda folder: None) -> None:
         """Writes what is pending and the index, lets `verify` read the result, then gives it its final name."""
         self._flush()
-        with _storage_errors(self.partial):
+        with self._storage_errors():
             self._name_shards()
-            _sync(self.partial)
         verify(self.partial)
-        with _storage_errors(self.partial):
+        with self._storage_errors():
+            for path in (*self.partial.iterdir(), self.partial):
+                sync(path)  # all of it is on disk before the folder gets its final name
             _replace(self.partial, self.output, self._overwrite)
 
     def _flush(self) -> None:
         if not self._pending:
             return
-        with _storage_errors(self.partial):
+        with self._storage_errors():
             file = self.partial / f"shard-{len(self._shards):05d}.safetensors"
             file.touch()
             usual_mode = file.stat().st_mode
@@ -118,16 +119,21 @@ class CheckpointWriter:
             weight_map = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
             self.add_json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
 
-    def _check_space(self, needed: int) -> None:
-        parent = self.output.parent
-        while not parent.exists():
-            parent = parent.parent
-        free = shutil.disk_usage(parent).free
-        if needed > free:
-            raise StorageError(
-                f"{self.output} needs about {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free there; "
-                "free some space or choose another output folder"
-            )
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        return storage_errors(self.partial, self._when_full)
+
+
+def check_space(output: Path, needed: int) -> None:
+    """Refuses to begin what the disk has no room for."""
+    parent = output.parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise StorageError(
+            f"{output} needs about {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free there; "
+            "free some space or choose another output folder"
+        )
 
 
 def check_output(output: Path, overwrite: bool) -> None:
@@ -151,32 +157,5 @@ def _replace(partial: Path, output: Path, overwrite: bool) -> None:
     if output.exists():
         output.rename(old)
     partial.rename(output)
+    sync(output.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Asks the system to put every file on disk before the folder gets its final name."""
-    for file in folder.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def _storage_errors(where: Path) -> Iterator[None]:
-    """Turns failures of the file system into one clear line."""
-    try:
-        yield
-    except OSError as error:
-        raise _explained(where, error.errno in _DISK_FULL, error) from error
-    except SafetensorError as error:  # carries the system's message as text
-        full = any(f"os error {code}" in str(error) for code in _DISK_FULL)
-        raise _explained(where, full, error) from error
-
-
-def _explained(where: Path, disk_full: bool, error: Exception) -> StorageError:
-    if disk_full:
-        return StorageError(f"no space left for {where.parent}; nothing was kept, free some space and run again")
-    return StorageError(f"cannot write in {where.parent}: {error}; choose a folder you may write to")
