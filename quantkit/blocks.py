@@ -2,17 +2,37 @@
 
 The arguments that a block gets besides its hidden states (rotary tables, masks) differ between families and between
 layers. They are not rebuilt here: the model's own forward runs once with every block replaced by a recorder.
+
+A block is cut into two halves, attention and MLP, and each half where its linears stand, so that calibration can
+quantize one group of linears after the other without computing anything twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.arch import Family, Group
 from quantkit.checkpoint import Checkpoint, require_finite
+from quantkit.formats.base import DTYPES
+from quantkit.served import serve_inputs
+
+VOCABULARY_PIECE = 16384  # rows of the output matrix converted at once
+
+# Norms before attention and MLP, and those after them.
+_NORMS: dict[str, tuple[tuple[str, str], tuple[str | None, str | None]]] = {
+    "pre": (("input_layernorm", "post_attention_layernorm"), (None, None)),
+    "sandwich": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}
 
 
 class Recorder(nn.Module):
@@ -22,62 +42,182 @@ class Recorder(nn.Module):
         super().__init__()
         self.attention_type = getattr(block, "attention_type", None)  # some families choose the mask by it
         self.arguments: dict[str, Any] = {}
-        self.hidden = torch.empty(0)
 
     def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
-        self.hidden, self.arguments = hidden, arguments
+        self.arguments = arguments
         return hidden
 
 
-class BlockRunner:
-    """The blocks of a checkpoint's model, materialised one at a time in float32 on the CPU."""
+@dataclass(frozen=True)
+class Half:
+    """Attention or MLP of one block: norm, first linears, what lies between, last linear, residual sum."""
 
-    def __init__(self, checkpoint: Checkpoint, path: str) -> None:
+    block: nn.Module
+    body: str  # `self_attn` or `mlp`
+    norm: str  # before the first linears
+    post_norm: str | None  # after the last linear, where the family has one
+    first: Group  # the linears that read the normed hidden states
+    last: str  # the linear that writes back
+    arguments: Mapping[str, Any]
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """What the first linears read."""
+        normed: Tensor = self.block.get_submodule(self.norm)(hidden)
+        return normed
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """What the last linear reads."""
+        with _passing_through(self.block, self.last):
+            output = self.block.get_submodule(self.body)(self.inputs(hidden), **self.arguments)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def close(self, hidden: Tensor, inner: Tensor) -> Tensor:
+        """The hidden states after this half."""
+        output = self.block.get_submodule(self.last)(inner)
+        if self.post_norm is not None:
+            output = self.block.get_submodule(self.post_norm)(output)
+        result: Tensor = hidden + output
+        return result
+
+
+class BlockRunner:
+    """The blocks of a checkpoint's model, decoded where it is quantized, materialised one at a time on a device."""
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, device: str = "cpu") -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.checkpoint, self.path = checkpoint, path  # such as `model.layers`
-        config = AutoConfig.for_model(**checkpoint.config)
-        config._attn_implementation = "eager"  # the one kind that every family computes in full
+        self.checkpoint, self.family, self.device = checkpoint, family, torch.device(device)
+        # A CPU without 16-bit arithmetic is the rule; a GPU computes as the model will be served.
+        self.dtype = torch.float32 if self.device.type == "cpu" else DTYPES[checkpoint.dtype]
+        plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        self.config = AutoConfig.for_model(**plain)
+        # Soft caps exist only in the implementation that computes attention in full.
+        self.config._attn_implementation = "eager" if family.attn_logit_softcapping else "sdpa"
         with torch.device("meta"):
-            self.blocks: nn.ModuleList = AutoModelForCausalLM.from_config(config).get_submodule(path)
-        small = AutoConfig.for_model(**(checkpoint.config | {"num_hidden_layers": 1, "layer_types": None}))
-        small._attn_implementation = "eager"
-        self.front = AutoModelForCausalLM.from_config(small, dtype=torch.float32).get_submodule(path.rpartition(".")[0])
-        self.front.config = config
+            model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        self.model: nn.Module = model.get_submodule(family.blocks.rpartition(".")[0])
+        self.blocks: nn.ModuleList = model.get_submodule(family.blocks)
+        self._modules = _modules_by_block(checkpoint, family.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
 
     @torch.no_grad()
-    def start(self, tokens: Tensor) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """(hidden states of every sequence before the first block, the arguments of every block)."""
-        name = f"{self.path.rpartition('.')[0]}.embed_tokens.weight"
-        self.front.embed_tokens.weight.data = self.checkpoint.tensor(name).float()
-        recorders = [Recorder(block) for block in self.blocks]
-        self.front.layers = nn.ModuleList(recorders)
-        hidden = []
-        for ids in tokens:
-            self.front(input_ids=ids[None], use_cache=False)
-            hidden.append(recorders[0].hidden)
-        return hidden, [recorder.arguments for recorder in recorders]
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The hidden states [..., hidden] before the first block, on the CPU; only rows that are used are read."""
+        used, position = tokens.unique(return_inverse=True)
+        rows = self.checkpoint.rows(f"{self._outer}.embed_tokens.weight", used).to(self.dtype)
+        if self.family.scaled_embedding:  # the factor has the weights' own precision
+            factor = torch.tensor(self.config.hidden_size**0.5, dtype=DTYPES[self.checkpoint.dtype])
+            rows = rows * factor.to(self.dtype)
+        return rows[position]
 
-    def load(self, layer: int) -> nn.Module:
-        """One block with its weights, checked for NaN and Inf."""
-        prefix = f"{self.path}.{layer}."
+    @torch.no_grad()
+    def arguments(self, length: int) -> list[dict[str, Any]]:
+        """What every block gets besides its hidden states, for sequences of this length."""
+        model = self.model
+        kept = model.layers, model.norm, model.rotary_emb
+        recorders = [Recorder(block) for block in self.blocks]
+        build: Any = type(model.rotary_emb)
+        rotary = build(config=self.config).to(self.device)
+        model.layers, model.norm, model.rotary_emb = nn.ModuleList(recorders), nn.Identity(), rotary
+        try:
+            model(
+                inputs_embeds=torch.zeros(1, length, self.config.hidden_size, dtype=self.dtype, device=self.device),
+                use_cache=False,
+            )
+        finally:
+            model.layers, model.norm, model.rotary_emb = kept
+        return [recorder.arguments for recorder in recorders]
+
+    def load(self, layer: int, arguments: Mapping[str, Any]) -> tuple[Half, Half]:
+        """One block with its weights, checked for NaN and Inf, as its two halves."""
+        prefix = f"{self.family.blocks}.{layer}."
         weights: dict[str, Tensor] = {}
-        for name in self.checkpoint.tensors:
-            if name.startswith(prefix):
-                tensor = self.checkpoint.tensor(name)
-                require_finite(name, tensor)
-                weights[name.removeprefix(prefix)] = tensor.float()
+        plain, quantized = self._modules[layer]
+        for name in plain:
+            tensor = self.checkpoint.tensor(name)
+            require_finite(name, tensor)
+            weights[name.removeprefix(prefix)] = tensor.to(self.device, self.dtype)
+        for module in quantized:
+            decoded = self.checkpoint.weight(module, self.dtype, self.device)
+            weights[f"{module.removeprefix(prefix)}.weight"] = decoded
         block: nn.Module = self.blocks[layer]
         block.load_state_dict(weights, assign=True)
-        return block.eval()
+        for module in quantized:
+            serve_inputs(block.get_submodule(module.removeprefix(prefix)), self.checkpoint, module)
+        return halves_of(block.eval(), self.family, arguments)
 
     def free(self, layer: int) -> None:
         """Makes a block an empty shell again."""
         self.blocks[layer].to("meta")
 
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [positions, vocabulary] of hidden states [positions, hidden] behind the last block, in float32."""
+        norm = self.model.get_submodule("norm")
+        norm.load_state_dict({"weight": self._outer_tensor("norm.weight")}, assign=True)
+        normed = norm(hidden)
+        pieces = self._output_matrix.split(VOCABULARY_PIECE)
+        logits = torch.cat([normed @ rows.to(self.dtype).T for rows in pieces], -1).float()
+        cap = self.checkpoint.config.get("final_logit_softcapping", self.family.final_logit_softcapping)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @cached_property
+    def _output_matrix(self) -> Tensor:
+        """As it is stored: on the CPU it stays in its file until it is used."""
+        tied = self.family.tied(self.checkpoint.config)
+        name = f"{self._outer}.embed_tokens.weight" if tied else "lm_head.weight"
+        return self.checkpoint.tensor(name).to(self.device)
+
+    def _outer_tensor(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(f"{self._outer}.{name}").to(self.device, self.dtype)
+
+    @property
+    def _outer(self) -> str:
+        return self.family.blocks.rpartition(".")[0]
+
+
+def halves_of(block: nn.Module, family: Family, arguments: Mapping[str, Any]) -> tuple[Half, Half]:
+    """The two halves of a block."""
+    before, after = _NORMS[family.norm]
+    queries, output, gates, down = family.groups
+    return (
+        Half(block, "self_attn", before[0], after[0], queries, output[0], arguments),
+        Half(block, "mlp", before[1], after[1], gates, down[0], {}),
+    )
+
 
 @torch.no_grad()
-def run_block(block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def run_block(halves: tuple[Half, Half], hidden: Tensor) -> Tensor:
     """The hidden states after a block."""
-    output: Tensor | tuple[Tensor, ...] = block(hidden, **arguments)
-    return output[0] if isinstance(output, tuple) else output
+    for half in halves:
+        hidden = half.close(hidden, half.inner(hidden))
+    return hidden
+
+
+@contextmanager
+def _passing_through(block: nn.Module, name: str) -> Iterator[None]:
+    """For a moment, a linear hands its inputs on as they are."""
+    parent, _, child = name.rpartition(".")
+    holder = block.get_submodule(parent)
+    linear = getattr(holder, child)
+    setattr(holder, child, nn.Identity())
+    try:
+        yield
+    finally:
+        setattr(holder, child, linear)
+
+
+def _modules_by_block(checkpoint: Checkpoint, blocks: str) -> list[tuple[list[str], list[str]]]:
+    """For every block: its plain tensors, and its quantized modules."""
+    count = int(checkpoint.config["num_hidden_layers"])
+    found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(count)]
+    for kind, names in enumerate((checkpoint.plain_names(), checkpoint.formats)):
+        for name in names:
+            if name.startswith(f"{blocks}."):
+                layer = int(name[len(blocks) + 1 :].partition(".")[0])
+                if layer < count:
+                    found[layer][kind].append(name)
+    return found

@@ -81,6 +81,10 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise _broken(file, error) from error
 
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Some rows of a tensor. Files are mapped into memory, so the others are never read."""
+        return self.tensor(name)[index]
+
     def part_names(self, module: str) -> list[str]:
         """Full names of the tensors that make up a quantized module's weight."""
         names = (f"{module}.{suffix}" for suffix in self.formats[module].suffixes)
@@ -90,15 +94,16 @@ class Checkpoint:
         """The parts of a quantized module as stored."""
         return {name[len(module) + 1 :]: self.tensor(name) for name in self.part_names(module)}
 
-    def quantized(self, module: str) -> QuantizedWeight:
+    def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
         """A quantized module's weight, free of its layout."""
         with self._naming(module):
-            return self.formats[module].unpack(self.parts(module))
+            parts = {name: part.to(device) for name, part in self.parts(module).items()}
+            return self.formats[module].unpack(parts)
 
-    def weight(self, module: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A quantized module's weight, decoded."""
+    def weight(self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tensor:
+        """A quantized module's weight, decoded on a device."""
         with self._naming(module):
-            return self.quantized(module).dequantize(dtype)
+            return self.quantized(module, device).dequantize(dtype)
 
     def layer_shape(self, module: str) -> Shape:
         """(out, in) of a quantized module, from headers and small parts only."""

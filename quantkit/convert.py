@@ -13,7 +13,8 @@ from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_output
 from quantkit.errors import CannotHold, InputError, QuantkitError, did_you_mean
 from quantkit.formats import FORMATS, Format, IntegerFormat, options_of
-from quantkit.pipeline import LM_HEAD, fingerprint, verify_written, write_config
+from quantkit.pipeline.verification import fingerprint, verify_written
+from quantkit.pipeline.writing import LM_HEAD, write_config
 from quantkit.progress import Progress, silent
 from quantkit.sources import model_folder
 
@@ -55,7 +56,7 @@ def convert(
     if not source.formats:
         raise InputError(f"{source.folder} is not quantized, so there are no codes to convert; use quantize")
     targets: dict[str, Format] = {}
-    promised: dict[str, float] = {}
+    promised: dict[str, int] = {}
     with CheckpointWriter(output, overwrite=overwrite, shard_bytes=shard_bytes) as writer:
         for name in source.plain_names():
             tensor = source.tensor(name)
@@ -72,7 +73,7 @@ def convert(
 
 def _convert_layer(
     source: Checkpoint, module: str, old: Format, to: str, writer: CheckpointWriter
-) -> tuple[Format, float]:
+) -> tuple[Format, int]:
     quantized = source.quantized(module)
     try:
         new = target_format(old, to)

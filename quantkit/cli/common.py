@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quantkit.progress import Progress
+from quantkit.wording import human_bytes
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the output folder if it is a checkpoint.")
@@ -44,30 +47,43 @@ def _numeric(text: str) -> bool:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress]:
-    """Gives a function to call after each finished item; shows a bar on stderr only when stderr is a terminal."""
+def progress_bar(label: str, memory_of: str | None = None) -> Iterator[Progress]:
+    """Gives a function to call after each finished item; shows a bar on stderr only when stderr is a terminal.
+
+    `memory_of` is a device whose memory in use should be shown.
+    """
     console = Console(stderr=True)
-    columns = (
+    columns: list[bars.ProgressColumn] = [
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[speed]}"),
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[memory]}"),
         bars.TextColumn("[dim]{task.fields[item]}"),
-    )
+    ]
     with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=None, item="")
+        task = progress.add_task(label, total=None, item="", speed="", memory="")
 
         def advance(item: str, total: int) -> None:
-            progress.update(task, advance=1, total=total, item=item)
+            speed = progress.tasks[0].speed
+            shown = f"{speed:.1f}/s" if speed else ""
+            progress.update(task, advance=1, total=total, item=item, speed=shown, memory=_memory(memory_of))
 
         yield advance
 
 
-def human_bytes(count: float) -> str:
-    """1234567 -> '1.23 MB' (decimal units, as disks and model cards count)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000 or unit == "GB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
+def _memory(device: str | None) -> str:
+    """Memory in use by this process, on the device where it is a GPU."""
+    if device is None:
+        return ""
+    if device.startswith("cuda"):
+        import torch
+
+        return human_bytes(torch.cuda.memory_allocated(device))
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return ""
+    return human_bytes(pages * os.sysconf("SC_PAGE_SIZE"))

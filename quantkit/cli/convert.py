@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from quantkit.cli.common import human_bytes, json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.cli.common import json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.wording import human_bytes
 
 
 @click.command("convert", short_help="Rewrite a quantized checkpoint in another format, without loss.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from quantkit.cli.common import human_bytes, json_option, print_json, print_table, progress_bar
+from quantkit.cli.common import json_option, print_json, print_table, progress_bar
+from quantkit.wording import human_bytes
 
 RECIPES = ("llm-int8", "nf4", "rtn-w4g128", "rtn-w3g128")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli.common import human_bytes, json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.cli.common import json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.wording import human_bytes
 
 
 @click.command("import", short_help="Make a model folder from a GGUF file.")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli.common import human_bytes, json_option, print_json, print_table
+from quantkit.cli.common import json_option, print_json, print_table
+from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.inspection import Inspection

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli.common import human_bytes, json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.cli.common import json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.wording import human_bytes
+
+if TYPE_CHECKING:
+    from quantkit.calibration import Calibration
+    from quantkit.pipeline.report import QuantizeReport
+    from quantkit.recipe import Recipe
 
 
 @click.command("quantize", short_help="Quantize a model into a new folder.")
@@ -14,11 +20,22 @@ from quantkit.cli.common import human_bytes, json_option, output_option, overwri
 @click.option("-r", "--recipe", required=True, metavar="RECIPE", help="Name (see `quantkit recipes`) or a YAML file.")
 @output_option
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change the recipe, e.g. format.bits=3.")
-@click.option("--text", type=Path, metavar="FILE", help="Calibration text; default: the one that ships.")
-@click.option("--samples", default=128, show_default=True, help="Calibration sequences, for methods that need data.")
-@click.option("--seq-len", default=512, show_default=True, help="Tokens per calibration sequence.")
-@click.option("--seed", default=0, show_default=True, help="Which sequences of the text are taken.")
+@click.option("--target-bits", type=float, metavar="BITS", help="Choose each layer's bits for this average, e.g. 3.5.")
+@click.option("--text", metavar="SOURCE", help="Calibration: text or .jsonl file, or datasets:ORG/NAME.")
+@click.option("--samples", type=int, metavar="N", help="Calibration sequences; default: the recipe's, else 128.")
+@click.option("--seq-len", type=int, metavar="N", help="Tokens per calibration sequence; default: 512.")
+@click.option("--seed", type=int, metavar="N", help="Which sequences of the text are taken; default: 0.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto: a GPU where there is one.")
+@click.option(
+    "--quality-windows",
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Windows of held-out text to measure the result on; 0: do not measure.",
+)
 @click.option("--shard-size", default=1000, show_default=True, metavar="MB", help="Largest weight file to write.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be done, what it needs, and who loads the result.")
+@click.option("--restart", is_flag=True, help="Throw away what an interrupted run has finished.")
 @overwrite_option
 @json_option
 def command(
@@ -26,48 +43,106 @@ def command(
     recipe: str,
     output: str,
     changes: tuple[str, ...],
-    text: Path | None,
-    samples: int,
-    seq_len: int,
-    seed: int,
+    target_bits: float | None,
+    text: str | None,
+    samples: int | None,
+    seq_len: int | None,
+    seed: int | None,
+    device: str,
+    quality_windows: int,
     shard_size: int,
+    dry_run: bool,
+    restart: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     """Quantize MODEL by a recipe and write a standard checkpoint.
 
     \b
-    quantkit quantize demo -r rtn-w4g128 -o demo-w4
-    quantkit quantize demo -r gptq-w4g128 -o demo-gptq --samples 64
+    quantkit quantize demo -r gptq-w4g128 -o demo-gptq
+    quantkit quantize demo -r awq-w4g128 -o demo-awq --text my-domain.jsonl --samples 64
+    quantkit quantize demo -r auto-w3.5 -o demo-mixed --target-bits 4.25
     quantkit quantize org/model -r nf4 -o model-nf4 --json
-    quantkit quantize demo -r rtn-w4g128 --set format.group_size=64 -o demo-w4g64
+    quantkit quantize org/model -r gptq-w4g128 -o model-w4 --dry-run
 
-    The output appears under its name only when every layer was read back from disk and verified.
+    The output appears under its name only when every layer was read back from disk and verified. A run that was
+    interrupted goes on where it was when the same command is given again.
     """
-    from quantkit.bundled import CALIBRATION_TEXT
     from quantkit.calibration import Calibration
     from quantkit.pipeline import quantize
     from quantkit.recipe import load_recipe
+    from quantkit.reference import resolve_device
 
     if shard_size < 1:
         raise click.UsageError(f"--shard-size is {shard_size}, but must be at least 1 MB")
+    if target_bits is not None:
+        changes = (*changes, f"target_bits={target_bits}")
     loaded = load_recipe(recipe, changes)
-    with progress_bar(f"{loaded.name}") as advance:
+    calibration = Calibration.from_recipe(loaded.calibration, source=text, samples=samples, seq_len=seq_len, seed=seed)
+    device = resolve_device(device)
+    if dry_run:
+        _print_plan(model, loaded, calibration, device, output, shard_size * 1_000_000, as_json)
+        return
+    with progress_bar(loaded.name, memory_of=device) as advance:
         report = quantize(
             model,
             loaded,
             output,
-            calibration=Calibration(text or CALIBRATION_TEXT, samples, seq_len, seed),
+            calibration=calibration,
+            device=device,
             overwrite=overwrite,
+            restart=restart,
             shard_bytes=shard_size * 1_000_000,
+            quality_windows=quality_windows,
             on_layer=advance,
         )
     if as_json:
         print_json(report.to_dict())
+    else:
+        _print_report(report)
+
+
+def _print_plan(
+    model: str, recipe: Recipe, calibration: Calibration, device: str, output: str, shard_bytes: int, as_json: bool
+) -> None:
+    from quantkit.checkpoint import Checkpoint
+    from quantkit.planning import describe, make_plan
+    from quantkit.sources import model_folder
+
+    plan = make_plan(
+        Checkpoint(model_folder(model)),
+        recipe,
+        samples=calibration.samples,
+        seq_len=calibration.seq_len,
+        device=device,
+        output=output,
+        shard_bytes=shard_bytes,
+    )
+    if as_json:
+        print_json(plan.to_dict())
         return
-    worst = max(report.layers, key=lambda layer: layer.relative_error)
+    lines = describe(plan)
+    width = max(len(label) for label, _ in lines)
+    for label, text in lines:
+        click.echo(f"{label:{width}}  {text}")
+
+
+def _print_report(report: QuantizeReport) -> None:
     click.echo(
         f"{report.output}: {report.format}, {len(report.layers)} layers at {report.bits_per_weight:.2f} bits a weight; "
         f"{human_bytes(report.source_bytes)} -> {human_bytes(report.bytes)}, read back and verified"
     )
-    click.echo(f"largest weight error: {worst.relative_error:.4f} ({worst.module}, {worst.scheme})")
+    if report.quality is not None:
+        change = 100 * (report.quality.perplexity / report.quality.base_perplexity - 1)
+        click.echo(
+            f"held-out perplexity {report.quality.base_perplexity:.3f} -> {report.quality.perplexity:.3f} "
+            f"({change:+.2f} %), KL {report.quality.kl:.4f} nats a token; {report.quality.protocol}"
+        )
+    else:
+        click.echo("quality was not measured; `quantkit eval` can do it later")
+    worst = max(report.layers, key=lambda layer: layer.log.get("loss", layer.relative_error))
+    name = "loss" if "loss" in worst.log else "weight error"
+    value = worst.log.get("loss", worst.relative_error)
+    click.echo(f"largest {name}: {value:.4f} ({worst.module}, {worst.scheme})")
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)

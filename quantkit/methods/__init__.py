@@ -1,14 +1,16 @@
 """Quantization methods: the mathematics that turns the weight of a layer into the codes of a format, one file each.
 
-    rtn    round each weight to the nearest value of its format; needs no data, works with every format
-    gptq   round column by column, later columns make up for earlier errors; needs calibration data, integer formats
+    rtn          round each weight to the nearest value of its format; needs no data, works with every format
+    gptq         round column by column, later columns make up for earlier errors; integer formats
+    awq          scale salient input columns up before rounding, fold the scales into the layer before; integer formats
+    smoothquant  move activation outliers into the weights, for formats that quantize both
 
-A method neither reads nor writes files and knows no model: it sees one layer and a `Format`.
-To add one: a file with its function, its name here. Recipes name methods by these names.
+All but rtn need calibration data. A method neither reads nor writes files and knows no model: it sees the layers that
+share one input, and a `Format`. To add one: a file with its function, its options in `options.py`.
 """
 
 from __future__ import annotations
 
-DATA_FREE = ("rtn",)
-CALIBRATED = ("gptq",)
-METHODS: tuple[str, ...] = (*DATA_FREE, *CALIBRATED)
+from quantkit.methods.options import METHODS, MethodOptions
+
+__all__ = ["METHODS", "MethodOptions"]

@@ -7,103 +7,127 @@ reordered, so the order costs nothing at run time: groups stay contiguous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
+from quantkit.formats.integer import contiguous_groups
+from quantkit.kernels import reference
+from quantkit.methods.grid import search_grid
+from quantkit.methods.losses import better_rows, output_loss
+from quantkit.methods.options import GptqOptions
 
 BLOCK = 128  # columns whose updates are applied to the rest in one matrix product
 
 
 @dataclass(frozen=True)
 class GptqResult:
-    """The rounded weight, its loss and plain rounding's, and the damping that was needed."""
+    """The rounded weight with its loss and plain rounding's, row by row, and the damping that was needed."""
 
     quantized: IntegerWeight
-    loss: float  # mean squared error of the layer's outputs, relative to their mean square
-    rounding_loss: float  # the same for plain rounding
-    damping: float  # as a share of H's mean diagonal
+    loss: Tensor  # [out] squared error of each output, summed over the calibration inputs
+    rounding_loss: Tensor  # [out] the same for plain rounding
+    damping: float  # as a share of H's mean diagonal; 0 where calibration never reached the layer
 
 
-class Hessian:
-    """Collects H = sum of x x^T over calibration inputs, in float32."""
-
-    def __init__(self, inputs: int, device: torch.device | None = None) -> None:
-        self.matrix = torch.zeros(inputs, inputs, device=device)
-        self.tokens = 0
-
-    def add(self, inputs: Tensor) -> None:
-        """Inputs [..., in] of the layer."""
-        flat = inputs.flatten(0, -2).float()
-        self.matrix.addmm_(flat.T, flat)
-        self.tokens += flat.shape[0]
-
-
-def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, damping: float = 0.01) -> GptqResult:
-    """Rounds a weight [out, in] for a layer whose inputs gave this H [in, in]; never worse than plain rounding."""
+def require_integer(method: str, fmt: Format) -> IntegerFormat:
     if not isinstance(fmt, IntegerFormat):
-        raise InputError(f"method 'gptq' needs a format with an integer grid, not '{fmt.name}'; use method 'rtn'")
+        raise InputError(f"method '{method}' needs a format with an integer grid, not '{fmt.name}'; use method 'rtn'")
+    return fmt
+
+
+def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, options: GptqOptions | None = None) -> GptqResult:
+    """Rounds a weight [out, in] for a layer whose inputs gave this H [in, in].
+
+    No row is worse than plainly rounded, except that rows of scattered groups cannot be exchanged one by one.
+    """
+    options = options or GptqOptions()
+    fmt = require_integer("gptq", fmt)
     plain = fmt.quantize(weight)
-    rounding_loss = output_loss(weight, plain.dequantize(), hessian)
+    rounding_loss = output_loss(weight, plain, hessian)
     dead = hessian.diagonal() == 0
     if bool(dead.all()):  # calibration never reached this layer
-        return GptqResult(plain, 0.0, 0.0, 0.0)
-    order = torch.argsort(hessian.diagonal(), descending=True)
-    factor, used = inverse_factor(hessian[order][:, order], dead[order], damping)
-    codes = _round_columns(weight.float().masked_fill(dead, 0.0)[:, order], plain, order, factor)
-    rounded = torch.empty_like(codes)
-    rounded[:, order] = codes
-    quantized = IntegerWeight(rounded, plain.scales, plain.zeros, plain.bits, plain.group_size)
-    loss = output_loss(weight, quantized.dequantize(), hessian)
-    if loss > rounding_loss:  # rare: a layer so easy that compensation only adds noise
-        return GptqResult(plain, rounding_loss, rounding_loss, used)
-    return GptqResult(quantized, loss, rounding_loss, used)
-
-
-def output_loss(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
-    """Squared error of the layer's outputs over their square, summed over the calibration inputs."""
-    error = weight.float() - rounded
-    whole = weight.float()
-    scale = float(((whole @ hessian) * whole).sum())
-    return float(((error @ hessian) * error).sum()) / max(scale, 1e-30)
+        return GptqResult(plain, rounding_loss, rounding_loss, 0.0)
+    order = _order(hessian, options.order)
+    factor, damping = inverse_factor(hessian[order][:, order], dead[order], options.damping)
+    grid = _grid(weight, fmt, hessian, order, options)
+    codes = _round_columns(weight.float().masked_fill(dead, 0.0)[:, order], grid, order, factor)
+    quantized = replace(grid, codes=codes)
+    loss = output_loss(weight, quantized, hessian)
+    if quantized.group_of is None:  # a row so easy that compensation only adds noise: rare
+        quantized, loss = better_rows(quantized, loss, plain, rounding_loss)
+    return GptqResult(quantized, loss, rounding_loss, damping)
 
 
 def inverse_factor(hessian: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The upper Cholesky factor of (H + damping)^-1; the damping grows tenfold until it exists."""
-    base = hessian.clone()
-    diagonal = base.diagonal()
+    """The upper Cholesky factor of (H + damping)^-1; the damping grows tenfold until it exists. Changes `hessian`."""
+    diagonal = hessian.diagonal()
     diagonal[dead] = 1.0  # inputs that are always zero: any weight will do
-    mean = diagonal.mean()
+    mean = float(diagonal.mean())
+    added = 0.0
     while damping <= 1.0:
-        damped = base.clone()
-        damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        diagonal += damping * mean - added
+        added = damping * mean
+        lower, failed = torch.linalg.cholesky_ex(hessian)
         if not bool(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            inverse = torch.cholesky_inverse(lower)
+            del lower
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not bool(failed) and bool(torch.isfinite(upper).all()):
                 return upper, damping
         damping *= 10
     raise InputError("the inputs of this layer are not finite or not usable for GPTQ; use method 'rtn' for it")
 
 
+def _order(hessian: Tensor, kind: str) -> Tensor:
+    """The order in which columns are rounded."""
+    if kind == "none":
+        return torch.arange(len(hessian), device=hessian.device)
+    return torch.argsort(hessian.diagonal(), descending=True, stable=True)
+
+
+def _grid(weight: Tensor, fmt: IntegerFormat, hessian: Tensor, order: Tensor, options: GptqOptions) -> IntegerWeight:
+    """Scales and zero points for all groups; under desc_act the groups follow the order of the columns."""
+    scattered = options.order == "desc_act" and fmt.group_size != -1
+    if scattered:
+        weight, hessian = weight[:, order], hessian[order][:, order]
+    grid = search_grid(weight, fmt, hessian) if options.grid == "search" else fmt.quantize(weight)
+    if not scattered:
+        return grid
+    group_of = torch.empty_like(order, dtype=torch.int32)
+    group_of[order] = contiguous_groups(len(order), grid.group_size, order.device)
+    return replace(grid, group_of=group_of)
+
+
 def _round_columns(weight: Tensor, grid: IntegerWeight, order: Tensor, factor: Tensor) -> Tensor:
-    """Codes [out, in] of the columns in the given order. Changes `weight`, which is a copy."""
+    """Codes [out, in] of a weight whose columns stand in the given order."""
+    columns = weight.T.contiguous()  # [in, out]: one column of the weight is one run of memory
+    del weight
     group = grid.input_groups()[order]
-    scales, zeros = grid.scales.float(), grid.zeros.float()
+    scales, zeros = grid.scales.float().T.contiguous(), grid.zeros.float().T.contiguous()  # [groups, out]
     top = (1 << grid.bits) - 1
-    codes = torch.empty_like(weight, dtype=torch.uint8)
-    for start in range(0, weight.shape[1], BLOCK):
-        end = min(start + BLOCK, weight.shape[1])
-        errors = torch.zeros_like(weight[:, start:end])
-        for column in range(start, end):
-            scale, zero = scales[:, group[column]], zeros[:, group[column]]
-            code = (torch.round(weight[:, column] / scale) + zero).clamp_(0, top)
-            error = (weight[:, column] - scale * (code - zero)) / factor[column, column]
-            weight[:, column:end] -= error.unsqueeze(1) * factor[column, column:end]
-            codes[:, column] = code.to(torch.uint8)
-            errors[:, column - start] = error
-        weight[:, end:] -= errors @ factor[start:end, end:]
-    return codes
+    codes = torch.empty_like(columns, dtype=torch.uint8)
+    round_block = _kernel(columns.device)
+    for start in range(0, len(columns), BLOCK):
+        end = min(start + BLOCK, len(columns))
+        rows = group[start:end]
+        codes[start:end], errors = round_block(
+            columns[start:end], scales[rows], zeros[rows], factor[start:end, start:end], top
+        )
+        columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    result = torch.empty_like(codes)
+    result[order] = codes
+    return result.T.contiguous()
+
+
+def _kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What rounds one block of columns: a kernel on a GPU, plain torch elsewhere."""
+    if device.type == "cuda":
+        from quantkit.kernels.gptq_columns import round_columns
+
+        return round_columns
+    return reference.round_columns

@@ -14,7 +14,7 @@ SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 7,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -39,11 +39,10 @@ def test_block_by_block_equals_whole(family: Family, tmp_path: Path) -> None:
     hook.remove()
     whole = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
 
-    runner = BlockRunner(Checkpoint(tmp_path), family.blocks)
-    states, arguments = runner.start(tokens)
-    hidden = torch.cat(states)
-    for layer, extra in enumerate(arguments):
-        hidden = run_block(runner.load(layer), hidden, extra)
+    runner = BlockRunner(Checkpoint(tmp_path), family)
+    hidden = runner.embed(tokens)
+    for layer, extra in enumerate(runner.arguments(tokens.shape[1])):
+        hidden = run_block(runner.load(layer, extra), hidden)
         runner.free(layer)
         assert all(parameter.is_meta for parameter in runner.blocks[layer].parameters())
     assert torch.allclose(hidden, whole, rtol=1e-4, atol=1e-5)

@@ -16,28 +16,37 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "errors": set(),
     "progress": set(),
+    "wording": set(),
     "formats": {"errors"},
     "arch": {"errors"},
     "sources": {"errors"},
     "bundled": set(),
-    "methods": {"errors", "formats"},
+    "methods": {"errors", "formats", "kernels"},
     "checkpoint": {"errors", "formats"},
-    "checkpoint_writer": {"errors", "formats", "checkpoint"},
+    "storage": {"errors"},
+    "differences": set(),
+    "journal": {"differences", "errors", "storage"},
+    "checkpoint_writer": {"errors", "formats", "checkpoint", "storage"},
     "recipe": {"errors", "formats", "arch", "methods"},
     "engines": {"errors", "formats"},
     "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer"},
     "kernels": {"errors", "formats"},
     "calibration": {"bundled"},
-    "blocks": {"checkpoint"},
-    "passes": {"arch", "blocks", "checkpoint", "formats", "methods"},
-    "reference": {"errors", "formats", "checkpoint", "sources"},
+    "divergence": set(),
+    "served": {"checkpoint"},
+    "blocks": {"arch", "checkpoint", "formats", "served"},
+    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods"},
+    "reference": {"errors", "formats", "checkpoint", "served", "sources"},
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
-ALLOWED["pipeline"] |= {"calibration", "passes", "reference"}
+ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "journal", "passes", "reference"}
+ALLOWED["pipeline"] |= {"wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
+ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
+ALLOWED["planning"] |= {"passes", "recipe", "reference", "wording"}
 ALLOWED["runtime"] = {"errors", "formats", "arch", "checkpoint", "kernels", "sources"}
-ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"runtime", "bundled", "inspection"}
+ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
 EVERYWHERE = {"errors", "progress"}

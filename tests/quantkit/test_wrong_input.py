@@ -221,6 +221,7 @@ def test_disk_that_fills_up(model: Path, tmp_path: Path) -> None:
         run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
         assert run.returncode == 2, run.stderr
         assert "no space left" in run.stderr
-        assert list(disk.iterdir()) == []
+        assert "run the same command again" in run.stderr
+        assert [entry.name for entry in disk.iterdir()] == [".out.journal"]  # the finished blocks, nothing else
     finally:
         subprocess.run(["umount", disk], check=True)

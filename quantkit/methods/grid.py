@@ -1,0 +1,45 @@
+"""Which grid a group of weights gets: its extremes, or a narrower range that costs less.
+
+A range that cuts off the largest weights makes the steps of all others finer. What it costs is measured where it
+matters, on the layer's outputs: e H e^T with the group's own part of H = sum of x x^T (errors of different groups are
+taken as independent here).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.formats import IntegerFormat, IntegerWeight
+from quantkit.formats.integer import nearest, ranges, round_to_grid
+
+SHRINK = tuple(1.0 - 0.025 * step for step in range(21))  # of the full range: 1.0 down to 0.5
+
+
+def search_grid(weight: Tensor, fmt: IntegerFormat, hessian: Tensor) -> IntegerWeight:
+    """A weight [out, in], rounded to the nearest code of each group's best grid."""
+    width = fmt.group_width(weight.shape[1])
+    blocks = diagonal_blocks(hessian, width)  # [groups, width, width]
+    groups = weight.float().unflatten(1, (-1, width)).transpose(0, 1).contiguous()  # [groups, out, width]
+    low, high = ranges(groups)
+    scales, zeros = fmt.fit(low, high)
+    least = _loss(groups, scales, zeros, fmt.bits, blocks)
+    for ratio in SHRINK[1:]:
+        tried = fmt.fit(low * ratio, high * ratio)
+        loss = _loss(groups, *tried, fmt.bits, blocks)
+        better = loss < least
+        least = torch.where(better, loss, least)
+        scales, zeros = torch.where(better, tried[0], scales), torch.where(better, tried[1], zeros)
+    return round_to_grid(weight, scales.T.contiguous(), zeros.T.contiguous(), fmt.bits, width)
+
+
+def diagonal_blocks(hessian: Tensor, width: int) -> Tensor:
+    """The blocks [groups, width, width] on the diagonal of H [in, in]."""
+    count = hessian.shape[0] // width
+    return torch.stack([hessian[i * width : (i + 1) * width, i * width : (i + 1) * width] for i in range(count)])
+
+
+def _loss(groups: Tensor, scales: Tensor, zeros: Tensor, bits: int, blocks: Tensor) -> Tensor:
+    """e H e^T of every group by itself, [groups, out]."""
+    error = nearest(groups, scales.float().unsqueeze(-1), zeros.unsqueeze(-1), bits).sub_(groups)
+    return torch.bmm(error, blocks).mul_(error).sum(-1)

@@ -1,0 +1,55 @@
+"""What calibration remembers about the inputs of a group of layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SAMPLE = 2048  # inputs kept as they are, for searches that cannot work on sums
+
+
+class InputStatistics:
+    """H = sum of x x^T, the largest magnitude of every input column, and a sample of inputs; all in float32."""
+
+    def __init__(self, inputs: int, device: torch.device | None = None, *, hessian: bool = True) -> None:
+        self.hessian = torch.zeros(inputs, inputs, device=device) if hessian else None
+        self.absmax = torch.zeros(inputs, device=device)
+        self.tokens = 0
+        self._sample: list[Tensor] = []
+
+    def add(self, inputs: Tensor) -> None:
+        """Inputs [..., in] of the layers."""
+        flat = inputs.flatten(0, -2)  # [tokens, in]
+        if self.hessian is not None:
+            _add_products(self.hessian, flat)
+        self.absmax = torch.maximum(self.absmax, flat.abs().amax(0).float())
+        missing = SAMPLE - sum(len(part) for part in self._sample)
+        if missing > 0:
+            self._sample.append(flat[:missing].float())
+        self.tokens += flat.shape[0]
+
+    @property
+    def sample(self) -> Tensor:
+        """The first inputs [up to 2,048, in]."""
+        return torch.cat(self._sample)
+
+    def require_hessian(self) -> Tensor:
+        assert self.hessian is not None, "these statistics were collected without H"
+        return self.hessian
+
+    def divide(self, scales: Tensor) -> None:
+        """From now on the statistics of the inputs divided by scales [in]."""
+        if self.hessian is not None:
+            self.hessian /= scales
+            self.hessian /= scales[:, None]
+        self.absmax /= scales
+        self._sample = [part / scales for part in self._sample]
+
+
+def _add_products(total: Tensor, flat: Tensor) -> None:
+    """total += flat^T flat. 16-bit inputs are multiplied as they are on a GPU and summed in float32."""
+    if flat.is_cuda and flat.dtype != torch.float32:
+        total += torch.mm(flat.T, flat, out_dtype=torch.float32)
+    else:
+        flat = flat.float()
+        total.addmm_(flat.T, flat)

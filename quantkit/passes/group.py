@@ -1,0 +1,176 @@
+"""The layers of one block, group by group: scale the inputs, round, leave the decoded weight for what comes behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.arch import Family, Fold, Group
+from quantkit.blocks import Half
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.formats import Format, IntegerFormat, IntegerWeight
+from quantkit.formats.base import DTYPES
+from quantkit.formats.llm_int8 import LlmInt8
+from quantkit.methods import MethodOptions
+from quantkit.methods.losses import output_energy
+from quantkit.methods.statistics import InputStatistics
+from quantkit.methods.steps import Rounded, choose_scales, round_weight, scales_inputs
+from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
+from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
+
+
+class BlockQuantizer:
+    """Collects what becomes of one block."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        family: Family,
+        chosen: Mapping[str, Format],
+        options: MethodOptions,
+        layer: int,
+        on_layer: Callable[[QuantizedLayer], None],
+    ) -> None:
+        self._source, self._family, self._options, self._on_layer = source, family, options, on_layer
+        self._prefix = f"{family.blocks}.{layer}."
+        self._formats = {
+            module.removeprefix(self._prefix): fmt for module, fmt in chosen.items() if module.startswith(self._prefix)
+        }
+        self._stored = DTYPES[source.dtype]  # of the plain tensors
+        self._layers: dict[str, QuantizedLayer] = {}
+        self._changed: set[str] = set()  # plain tensors that took scales
+
+    def wants(self, names: Group) -> bool:
+        return names[0] in self._formats  # fused layers share a scheme
+
+    def quantize(self, half: Half, names: Group, inputs: InputStatistics) -> Tensor | None:
+        """Quantizes the linears of a group in place; returns what their inputs are divided by from now on."""
+        fmt = self._formats[names[0]]
+        linears = [half.block.get_submodule(name) for name in names]
+        try:
+            divisor, notes = self._scale(half.block, names, linears, fmt, inputs)
+            rounded = _round(self._options, [_weight(linear).float() for linear in linears], fmt, inputs)
+            for name, linear, part in zip(names, linears, rounded, strict=True):
+                self._keep(name, linear, fmt, part, inputs, notes)
+        except InputError as error:
+            raise InputError(f"{self._prefix}{names[0]}: {error}") from error
+        return divisor
+
+    def result(self, block: nn.Module) -> QuantizedBlock:
+        """Everything that changed, as it will be stored."""
+        changed = {}
+        for name in sorted(self._changed):
+            changed[self._prefix + name] = block.get_parameter(name).detach().to("cpu", self._stored)
+        order = [name for group in self._family.groups for name in group if name in self._layers]
+        return QuantizedBlock(tuple(self._layers[name] for name in order), changed)
+
+    def _scale(
+        self, block: nn.Module, names: Group, linears: list[nn.Module], fmt: Format, inputs: InputStatistics
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Chooses input scales, puts them into the module before and multiplies the columns."""
+        fold = next((fold for fold in self._family.folds if fold.consumers == names), None)
+        if fold is None or not scales_inputs(self._options):
+            return None, {}
+        config = self._source.config
+        folded, head = self._family.folded_outputs(fold, config), self._family.size_of_head(config)
+        tie = tied_heads(folded, inputs.absmax.numel(), head if fold.kind == "value" else 1)
+        weight = torch.cat([_weight(linear) for linear in linears]).float()
+        choice = choose_scales(self._options, weight, fmt, inputs, tie)
+        notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
+        if choice.loss >= choice.identity_loss:
+            return None, notes
+        scales = self._fold(block, fold, choice.scales, folded, head)
+        inputs.divide(scales)
+        for linear in linears:
+            _set_weight(linear, _weight(linear).float() * scales)
+        return scales, notes
+
+    def _fold(self, block: nn.Module, fold: Fold, scales: Tensor, folded: int, head: int) -> Tensor:
+        """Divides what the module before produces; returns the scales that came out."""
+        producer = block.get_submodule(fold.producer)
+        if fold.kind == "norm":
+            self._changed.add(f"{fold.producer}.weight")
+            return divide_norm(producer, scales, self._family.norm_offset, self._stored)
+        rows = producer_scales(scales, folded, head if fold.kind == "value" else 1)
+        if isinstance(getattr(producer, "bias", None), Tensor):
+            self._changed.add(f"{fold.producer}.bias")
+        done = self._layers.get(fold.producer)
+        if done is None:
+            self._changed.add(f"{fold.producer}.weight")
+            divide_outputs(producer, rows, self._stored)
+            return scales
+        assert isinstance(done.quantized, IntegerWeight)  # methods that scale work on integer grids
+        divisors = torch.ones(done.quantized.shape[0], device=rows.device)
+        divisors[-folded:] = rows
+        quantized = done.quantized.divide_rows(divisors)
+        self._layers[fold.producer] = QuantizedLayer(done.module, done.fmt, quantized, done.relative_error, done.log)
+        divide_outputs(producer, rows, self._stored)
+        _set_weight(producer, quantized.dequantize())
+        return scales
+
+    def _keep(
+        self,
+        name: str,
+        linear: nn.Module,
+        fmt: Format,
+        rounded: Rounded,
+        inputs: InputStatistics,
+        notes: dict[str, Any],
+    ) -> None:
+        """Remembers a layer and leaves its decoded weight in the block."""
+        quantized = rounded.quantized
+        if fmt.needs_input_scale:
+            quantized = fmt.with_input_scale(quantized, inputs.absmax.amax())
+        log = notes | dict(rounded.notes or {}) | _losses(rounded, _weight(linear), inputs) | _outliers(fmt, inputs)
+        decoded = quantized.dequantize()
+        error = relative_error(decoded, _weight(linear))
+        self._layers[name] = QuantizedLayer(self._prefix + name, fmt, quantized, error, log)
+        _set_weight(linear, decoded)
+        self._on_layer(self._layers[name])
+
+
+def _round(options: MethodOptions, weights: list[Tensor], fmt: Format, inputs: InputStatistics) -> list[Rounded]:
+    """Integer grids have no scale beyond one row, so layers that share an input are rounded as one matrix."""
+    if len(weights) == 1 or not isinstance(fmt, IntegerFormat):
+        return [round_weight(options, weight, fmt, inputs) for weight in weights]
+    sizes = [len(weight) for weight in weights]
+    whole = round_weight(options, torch.cat(weights), fmt, inputs)
+    assert isinstance(whole.quantized, IntegerWeight)
+    none: list[Tensor | None] = [None] * len(sizes)
+    losses = none if whole.loss is None else list(whole.loss.split(sizes))
+    plain = none if whole.rounding_loss is None else list(whole.rounding_loss.split(sizes))
+    parts = zip(whole.quantized.split_rows(sizes), losses, plain, strict=True)
+    return [Rounded(quantized, loss, rounding, whole.notes) for quantized, loss, rounding in parts]
+
+
+def _losses(rounded: Rounded, weight: Tensor, inputs: InputStatistics) -> dict[str, float]:
+    """Losses relative to the outputs' energy, so that layers compare."""
+    if rounded.loss is None or rounded.rounding_loss is None:
+        return {}
+    energy = max(float(output_energy(weight, inputs.require_hessian()).sum()), 1e-30)
+    loss = float(rounded.loss.sum()) / energy
+    if not math.isfinite(loss):
+        raise InputError("the loss is not finite; the model's weights or activations overflow")
+    return {"loss": loss, "rounding_loss": float(rounded.rounding_loss.sum()) / energy}
+
+
+def _outliers(fmt: Format, inputs: InputStatistics) -> dict[str, list[int]]:
+    """The input columns that LLM.int8 will multiply in 16 bits, as calibration saw them."""
+    if not isinstance(fmt, LlmInt8):
+        return {}
+    return {"outlier_columns": (inputs.absmax >= fmt.threshold).nonzero().flatten().tolist()}
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    parameter = linear.weight
+    assert isinstance(parameter, nn.Parameter)
+    return parameter.data
+
+
+def _set_weight(linear: nn.Module, weight: Tensor) -> None:
+    _weight(linear).copy_(weight)

@@ -1,0 +1,36 @@
+"""Plain rounding: every layer by itself, straight from the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from quantkit.checkpoint import Checkpoint, require_finite
+from quantkit.formats import Format
+from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
+
+
+def round_blocks(
+    source: Checkpoint,
+    blocks: list[list[str]],
+    chosen: Mapping[str, Format],
+    device: str,
+    on_layer: Callable[[QuantizedLayer], None],
+    *,
+    first: int = 0,
+) -> Iterator[QuantizedBlock]:
+    """Blocks (lists of module names) from `first` on; layers that are not chosen are left alone."""
+    for modules in blocks[first:]:
+        layers = []
+        for module in modules:
+            if module in chosen:
+                layers.append(_rounded(source, module, chosen[module], device))
+                on_layer(layers[-1])
+        yield QuantizedBlock(tuple(layers))
+
+
+def _rounded(source: Checkpoint, module: str, fmt: Format, device: str) -> QuantizedLayer:
+    weight = source.tensor(f"{module}.weight")
+    require_finite(f"{module}.weight", weight)
+    weight = weight.to(device)
+    quantized = fmt.quantize(weight)
+    return QuantizedLayer(module, fmt, quantized, relative_error(quantized.dequantize(), weight), {})

@@ -1,0 +1,189 @@
+"""What a model loses when one group of layers alone is quantized, measured for every group in one pass.
+
+The unquantized model runs block by block over a few sequences. At every group streams branch off: the hidden states as
+they become when this group alone is rounded to few bits, by the recipe's own method. All streams run on through the
+blocks behind, and KL(original || stream) at the end is what the rounding of this group costs. Only one block is in
+memory at a time; the streams are kept wherever they fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.arch import Family, Group
+from quantkit.blocks import BlockRunner, Half, run_block
+from quantkit.checkpoint import Checkpoint
+from quantkit.divergence import token_divergence
+from quantkit.errors import InputError
+from quantkit.formats import IntegerFormat
+from quantkit.methods import MethodOptions
+from quantkit.methods.options import GptqOptions, RtnOptions
+from quantkit.methods.sensitivity import PROBE_BITS, Sensitivity, candidates, probes, rounding_errors
+from quantkit.methods.statistics import InputStatistics
+from quantkit.methods.steps import round_weight
+from quantkit.passes.activations import Activations, choose_place
+from quantkit.progress import Progress, silent
+
+LENGTH = 256  # tokens of a sequence at most
+SCORED = 2  # sequences that KL is measured on
+FITTED_TOKENS = 4  # for each input of the widest layer: what the probes are rounded by
+BATCH_TOKENS = 4096  # run through a block at once
+POSITIONS = 256  # whose logits are in memory at once
+RUINED = 100.0  # nats, for a probe that computes NaN
+
+
+class SensitivityPass:
+    """The pass over all blocks. Layers of one group share a format in `chosen`."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        family: Family,
+        chosen: Mapping[str, IntegerFormat],
+        options: MethodOptions,
+        device: str,
+        scratch: Path,
+    ) -> None:
+        self.family, self.chosen, self.options = family, chosen, options
+        self.runner = BlockRunner(source, family, device)
+        self.groups = [group for group in family.linear_groups(source.config) if group[0] in chosen]
+        self._widest = max(source.tensors[f"{group[0]}.weight"].info.shape[1] for group in self.groups)
+        self._scratch = scratch  # for streams that do not fit into memory
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, on_step: Progress = silent) -> list[Sensitivity]:
+        """The sensitivities of all groups in forward order, from calibration tokens [samples, length]."""
+        scored, fitted = self._begin(tokens)
+        size = len(self.groups) * len(PROBE_BITS) * scored.nbytes
+        streams = Activations(self.runner.device, choose_place(size, self.runner.device), self._scratch)
+        groups: list[Sensitivity] = []
+        for layer, arguments in enumerate(self.runner.arguments(scored.shape[1])):
+            halves = self.runner.load(layer, arguments)
+            for index, batch in enumerate(streams):
+                streams[index] = run_block(halves, batch)
+            branches: list[Tensor] = []
+            for half, behind in ((halves[0], halves[1]), (halves[1], None)):
+                for trial in self._trials(layer, half, fitted):
+                    branches += _branches(trial, half, behind, scored)
+                    groups.append(Sensitivity(trial.group, trial.errors, dict.fromkeys(trial.decoded, 0.0)))
+                    on_step(f"{trial.group[0]}  measured", len(self.groups))
+                scored = half.close(scored, half.inner(scored))
+                for index, batch in enumerate(fitted):
+                    fitted[index] = half.close(batch, half.inner(batch))
+            if branches:
+                streams.append(torch.cat(branches))  # [groups * probes * scored, length, hidden]
+            self.runner.free(layer)
+        found = iter(self._divergences(scored, streams))
+        return [replace(group, measured={probe: next(found) for probe in group.measured}) for group in groups]
+
+    def _begin(self, tokens: Tensor) -> tuple[Tensor, Activations]:
+        """Hidden states before the first block: those that KL is measured on, and those that the probes are fitted to.
+
+        A method looks better than it is on the very tokens it was fitted to; so these are others, if there are any.
+        """
+        tokens = tokens[:, :LENGTH]
+        others = tokens[SCORED:] if len(tokens) > SCORED else tokens
+        others = others[: math.ceil(FITTED_TOKENS * self._widest / tokens.shape[1])]
+        fitted = Activations(self.runner.device, "host", self._scratch)
+        for part in others.split(max(1, BATCH_TOKENS // tokens.shape[1])):
+            fitted.append(self.runner.embed(part))
+        return self.runner.embed(tokens[:SCORED]).to(self.runner.device), fitted
+
+    def _trials(self, layer: int, half: Half, fitted: Activations) -> Iterator[_Trial]:
+        """What is tried on the groups of a half."""
+        for names, read in ((half.first, half.inputs), ((half.last,), half.inner)):
+            group = tuple(f"{self.family.blocks}.{layer}.{name}" for name in names)
+            if group[0] in self.chosen:
+                linears = [half.block.get_submodule(name) for name in names]
+                yield self._trial(group, linears, _statistics(read, fitted))
+
+    def _trial(self, group: Group, linears: list[nn.Module], inputs: InputStatistics) -> _Trial:
+        weight = torch.cat([_weight(linear) for linear in linears]).float()  # [out, in]
+        fmt, width = self.chosen[group[0]], weight.shape[1]
+        searches = _searches(self.options)
+        try:
+            errors = rounding_errors(weight, candidates(fmt, width), inputs.require_hessian(), search=searches)
+            decoded = {
+                probe: round_weight(self.options, weight, probe, inputs).quantized.dequantize()
+                for probe in probes(fmt, width)
+            }
+        except InputError as error:
+            raise InputError(f"{group[0]}: {error}") from error
+        return _Trial(group, linears, errors, decoded)
+
+    def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
+        """KL(base || stream) of every stream in the order of their branching off, in nats a token."""
+        base = base.flatten(0, 1)  # [positions, hidden]
+        sums = [0.0] * (len(self.groups) * len(PROBE_BITS))
+        for start in range(0, len(base), POSITIONS):
+            part = slice(start, start + POSITIONS)
+            logits = self.runner.logits(base[part])
+            index = 0
+            for batch in streams:
+                for states in batch.flatten(0, 1).split(len(base)):
+                    sums[index] += float(token_divergence(logits, self.runner.logits(states[part])).sum())
+                    index += 1
+        means = [total / len(base) for total in sums]
+        return [max(mean, 0.0) if math.isfinite(mean) else RUINED for mean in means]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A group under test: its linears, the errors of all schemes, and the weights [out, in] under those to measure."""
+
+    group: Group
+    linears: list[nn.Module]
+    errors: dict[IntegerFormat, float]
+    decoded: dict[IntegerFormat, Tensor]
+
+
+def _branches(trial: _Trial, half: Half, behind: Half | None, scored: Tensor) -> list[Tensor]:
+    """The hidden states behind a block, once for each probe of a group in this half."""
+    branches = []
+    for decoded in trial.decoded.values():
+        with _replaced(trial.linears, decoded):
+            states = half.close(scored, half.inner(scored))
+        branches.append(states if behind is None else behind.close(states, behind.inner(states)))
+    return branches
+
+
+def _statistics(read: Callable[[Tensor], Tensor], states: Activations) -> InputStatistics:
+    """Of what the linears of a group read."""
+    first = read(states[0])
+    statistics = InputStatistics(first.shape[-1], first.device)
+    statistics.add(first)
+    for index in range(1, len(states)):
+        statistics.add(read(states[index]))
+    return statistics
+
+
+def _searches(options: MethodOptions) -> bool:
+    """Whether a method looks for the best grid rather than cover the extremes."""
+    return options.grid == "search" if isinstance(options, GptqOptions) else not isinstance(options, RtnOptions)
+
+
+@contextmanager
+def _replaced(linears: list[nn.Module], decoded: Tensor) -> Iterator[None]:
+    """For a moment, linears with other weights, given stacked [out, in]."""
+    kept = [_weight(linear) for linear in linears]
+    parts = decoded.split([len(weight) for weight in kept])
+    try:
+        for linear, weight, part in zip(linears, kept, parts, strict=True):
+            linear.weight.data = part.to(weight.dtype)
+        yield
+    finally:
+        for linear, weight in zip(linears, kept, strict=True):
+            linear.weight.data = weight
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    parameter = linear.weight
+    assert isinstance(parameter, nn.Parameter)
+    return parameter.data

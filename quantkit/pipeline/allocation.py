@@ -1,0 +1,106 @@
+"""Automatic bits: which scheme every group of layers gets under `target_bits`, so that the model loses least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.formats import Format, IntegerFormat, Shape
+from quantkit.methods.budget import Option, allocate
+from quantkit.methods.sensitivity import Sensitivity, candidates
+from quantkit.passes.sensitivity import SensitivityPass
+from quantkit.pipeline.job import Job
+from quantkit.progress import Progress, silent
+
+Sizes = Mapping[IntegerFormat, int]  # bits that a group takes in all, by scheme
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The decision: a format for every layer to quantize, and its record for journal and log."""
+
+    formats: dict[str, Format]
+    record: dict[str, Any]
+
+
+def choose_formats(job: Job, scratch: Path, on_step: Progress = silent) -> Allocation:
+    """Measures every group of layers once, then spends the recipe's `target_bits` where they matter most."""
+    assert job.recipe.target_bits is not None
+    assert job.tokens is not None
+    formats = {module: _integer(fmt) for module, fmt in job.chosen.items()}
+    shapes = {module: _shape(job, module) for module in formats}
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    groups = [group for group in job.family.linear_groups(job.source.config) if group[0] in formats]
+    sizes = [_sizes(formats[group[0]], [shapes[module] for module in group]) for group in groups]
+    _check_target(job.recipe.target_bits, weights, sizes)
+    work = SensitivityPass(job.source, job.family, formats, job.options, job.device, scratch)
+    measured = work.run(job.tokens, on_step)
+    schemes = spend(measured, sizes, math.floor(job.recipe.target_bits * weights))
+    record = {
+        "target_bits": job.recipe.target_bits,
+        "bits_per_weight": sum(size[fmt] for size, fmt in zip(sizes, schemes, strict=True)) / weights,
+        "kl": sum(group.divergence(fmt) for group, fmt in zip(measured, schemes, strict=True)),
+        "groups": [_record(group, fmt) for group, fmt in zip(measured, schemes, strict=True)],
+    }
+    return Allocation(formats_from_record(record, job.plan), record)
+
+
+def formats_from_record(record: Mapping[str, Any], plan: Mapping[str, Format | None]) -> dict[str, Format]:
+    """The formats that were decided on, in the order of the plan."""
+    decided = {module: group for group in record["groups"] for module in group["modules"]}
+    return {
+        module: replace(_integer(fmt), bits=decided[module]["bits"], group_size=decided[module]["group_size"])
+        for module, fmt in plan.items()
+        if fmt is not None
+    }
+
+
+def spend(measured: list[Sensitivity], sizes: list[Sizes], budget: int) -> list[IntegerFormat]:
+    """The scheme of each group with which all together lose least within a budget of bits."""
+    schemes = [list(size) for size in sizes]
+    options = [
+        [Option(size[fmt], group.divergence(fmt)) for fmt in size] for group, size in zip(measured, sizes, strict=True)
+    ]
+    return [fmts[index] for fmts, index in zip(schemes, allocate(options, budget), strict=True)]
+
+
+def _sizes(fmt: IntegerFormat, shapes: list[Shape]) -> Sizes:
+    return {scheme: sum(_bits(scheme, shape) for shape in shapes) for scheme in candidates(fmt, shapes[0][1])}
+
+
+def _bits(fmt: IntegerFormat, shape: Shape) -> int:
+    """Of one layer as stored, scales and all."""
+    return 8 * sum(math.prod(part.shape) * part.dtype.itemsize for part in fmt.parts(shape).values())
+
+
+def _check_target(target: float, weights: int, sizes: list[Sizes]) -> None:
+    least, most = (sum(pick(size.values()) for size in sizes) / weights for pick in (min, max))
+    if not least <= target <= most:
+        raise InputError(
+            f"target_bits is {target:g}, but the layers of this model take {math.ceil(100 * least) / 100:.2f} to "
+            f"{math.floor(100 * most) / 100:.2f} bits a weight, scales and all; choose a number in between"
+        )
+
+
+def _record(group: Sensitivity, fmt: IntegerFormat) -> dict[str, Any]:
+    return {
+        "modules": list(group.modules),
+        "bits": fmt.bits,
+        "group_size": fmt.group_size,
+        "kl": group.divergence(fmt),  # predicted
+        "measured_kl": {probe.describe(): kl for probe, kl in group.measured.items()},
+    }
+
+
+def _integer(fmt: Format | None) -> IntegerFormat:
+    assert isinstance(fmt, IntegerFormat)  # recipes allow target_bits only there
+    return fmt
+
+
+def _shape(job: Job, module: str) -> Shape:
+    out, inputs = job.source.tensors[f"{module}.weight"].info.shape
+    return out, inputs

@@ -1,0 +1,243 @@
+"""The README.md of a written checkpoint: what it is, how it was made, what was lost, who loads it.
+
+The same run writes the same bytes: no date, no path of this machine, nothing that depends on when or where it ran.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from quantkit.bundled import CALIBRATION_TEXT
+from quantkit.engines import Verdict
+from quantkit.pipeline.quality import Quality
+from quantkit.recipe import Recipe, list_recipes
+from quantkit.wording import human_bytes, human_count, model_name
+
+WORST = 5  # layers named by their loss
+_PACKAGES = ("quantkit", "torch", "transformers", "safetensors")
+_SOURCE_OPTION = "--text"  # of `quantkit quantize`
+_LICENSE_KEYS = ("license", "license_name", "license_link")
+
+
+class Layer(Protocol):
+    """What the card says about one quantized layer."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def scheme(self) -> str: ...
+    @property
+    def weights(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def relative_error(self) -> float: ...
+    @property
+    def log(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Everything that a card is made of. The original may be given by a path; only its name appears."""
+
+    model: str | Path  # hub name, `demo` or folder of the original
+    recipe: Recipe
+    format: str
+    source_bytes: int
+    bytes: int
+    layers: Sequence[Layer]
+    kept: Sequence[str]  # linears of the blocks that stayed as they were
+    engines: Sequence[Verdict]
+    calibration: Mapping[str, Any] | None = None  # `Calibration.record`; None: the method saw no data
+    quality: Quality | None = None
+    license: Mapping[str, Any] | None = None  # `license_of` the original's folder
+
+    @property
+    def title(self) -> str:
+        """Not the name of the output folder: the same run into another folder writes the same card."""
+        return f"{model_name(self.model).rpartition('/')[2]}-{self.recipe.name}"
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * sum(layer.bytes for layer in self.layers) / sum(layer.weights for layer in self.layers)
+
+
+def model_card(facts: CardFacts) -> str:
+    """The text of README.md."""
+    sections = [
+        f"---\n{_front_matter(facts)}---",
+        f"# {facts.title}",
+        _introduction(facts),
+        _section("Quality", _quality(facts.quality)),
+        _section("Who loads it", _engines(facts.engines)),
+        _section("Layers", _schemes(facts)),
+        _section("Worst layers", _worst(facts.layers)),
+        _section("Calibration", _calibration(facts.calibration)),
+        _section("How to make it again", _again(facts)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def license_of(folder: Path) -> dict[str, Any]:
+    """What a model's own README.md says about its license, in its front matter; empty where it says nothing."""
+    try:
+        lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+        if not lines or lines[0].strip() != "---":
+            return {}
+        end = next(index for index, line in enumerate(lines) if index and line.strip() == "---")
+        found = yaml.safe_load("\n".join(lines[1:end]))
+    except (OSError, ValueError, StopIteration, RecursionError, yaml.YAMLError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: found[key] for key in _LICENSE_KEYS if isinstance(found.get(key), str)}
+
+
+def _front_matter(facts: CardFacts) -> str:
+    """What Hugging Face reads."""
+    method = facts.recipe.method.name
+    values = {
+        "base_model": model_name(facts.model),
+        "base_model_relation": "quantized",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        **(facts.license or {}),
+        "tags": ["quantized", method, "quantkit"],
+    }
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _introduction(facts: CardFacts) -> str:
+    recipe = facts.recipe
+    options = ", ".join(f"{name} {value}" for name, value in asdict(recipe.method.build()).items())
+    kept = f" Of the linear layers in its blocks, {len(facts.kept)} stayed as they were." if facts.kept else ""
+    return (
+        f"{_code(model_name(facts.model))}, quantized with quantkit by the recipe {_code(recipe.name)}: "
+        f"method {_code(recipe.method.name)}{f' ({options})' if options else ''}, format {_code(facts.format)}. "
+        f"The quantized layers take {facts.bits_per_weight:.2f} bits a weight, scales and all; the weights went from "
+        f"{human_bytes(facts.source_bytes)} to {human_bytes(facts.bytes)}. `lm_head`, embeddings and norms are not "
+        f"quantized.{kept}"
+    )
+
+
+def _quality(quality: Quality | None) -> str:
+    if quality is None:
+        return "Not measured when this was written. `quantkit eval` on this folder and on the original tells."
+    change = 100 * (quality.perplexity / quality.base_perplexity - 1)
+    rows = [
+        ("perplexity, original", f"{quality.base_perplexity:.3f}"),
+        ("perplexity, quantized", f"{quality.perplexity:.3f} ({change:+.2f} %)"),
+    ]
+    rows.append(("KL(original \\|\\| quantized) for a token", f"{quality.kl:.5f} nats"))
+    source = f"Text: {_code(_name_only(quality.text))}; {quality.protocol.rstrip('.')}."
+    return f"{_table(('measure', 'value'), rows)}\n\n{source}"
+
+
+def _engines(engines: Iterable[Verdict]) -> str:
+    rows = [(verdict.engine, "yes" if verdict.loads else "no", _cell(verdict.remark)) for verdict in engines]
+    return _table(("engine", "loads", "remark"), rows)
+
+
+def _schemes(facts: CardFacts) -> str:
+    rows = []
+    for scheme in dict.fromkeys(layer.scheme for layer in facts.layers):
+        layers = [layer for layer in facts.layers if layer.scheme == scheme]
+        weights = sum(layer.weights for layer in layers)
+        bits = 8 * sum(layer.bytes for layer in layers) / weights
+        rows.append((_cell(scheme), len(layers), human_count(weights), f"{bits:.2f}"))
+    if facts.kept:
+        rows.append(("kept", len(facts.kept), "", ""))
+    return _table(("scheme", "layers", "weights", "bits a weight"), rows)
+
+
+def _worst(layers: Sequence[Layer]) -> str:
+    """By the loss of their outputs where the method measured one, else by the error of their weights."""
+    measured = all("loss" in layer.log for layer in layers)
+    losses = {layer.module: float(layer.log["loss"]) if measured else layer.relative_error for layer in layers}
+    ranked = sorted(layers, key=lambda layer: (-losses[layer.module], layer.module))[:WORST]
+    what = "loss" if measured else "weight error"
+    rows = [(_code(layer.module), _cell(layer.scheme), f"{losses[layer.module]:.3g}") for layer in ranked]
+    meaning = (
+        "Squared error of a layer's outputs on the calibration inputs, relative to their square."
+        if measured
+        else "Norm of the difference to the original weights, relative to their norm; it says little about quality."
+    )
+    return f"{_table(('layer', 'scheme', what), rows)}\n\n{meaning}"
+
+
+def _calibration(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "None: the method looks at no data."
+    return _table(("setting", "value"), [(_cell(key), _code(_name_only(value))) for key, value in record.items()])
+
+
+def _again(facts: CardFacts) -> str:
+    """The command; a recipe that does not come with quantkit stands beside it."""
+    bundled = facts.recipe in list_recipes()
+    file = facts.recipe.name if bundled else f"{facts.recipe.name}.yaml"
+    words = ["quantkit", "quantize", model_name(facts.model), "-r", file, "-o", facts.title]
+    text = f"```\n{shlex.join(words + _calibration_words(facts.calibration))}\n```"
+    if not bundled:
+        contents = {key: value for key, value in facts.recipe.to_dict().items() if key != "name"}
+        written = yaml.safe_dump(_names_only(contents), sort_keys=False, allow_unicode=True, width=1000)
+        text += f"\n\nwith this as {_code(file)}:\n\n```yaml\n{written}```"
+    return f"{text}\n\nMade with {', '.join(_versions())}."
+
+
+def _calibration_words(record: Mapping[str, Any] | None) -> list[str]:
+    """The options that choose the same calibration data."""
+    if record is None:
+        return []
+    options = {"--samples": record.get("asked"), "--seq-len": record.get("seq_len"), "--seed": record.get("seed")}
+    source = _name_only(record.get("source"))
+    if source != CALIBRATION_TEXT.name:
+        options[_SOURCE_OPTION] = source
+    return [word for option, value in options.items() if value is not None for word in (option, str(value))]
+
+
+def _versions() -> list[str]:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            continue
+    return found
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _cell(text: object) -> str:
+    """Text that cannot break out of a table."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _code(text: object) -> str:
+    return f"`{_cell(text).replace('`', '')}`"
+
+
+def _names_only(value: Any) -> Any:
+    """Plain values with every absolute path shortened to its last name."""
+    if isinstance(value, dict):
+        return {key: _names_only(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_names_only(item) for item in value]
+    return _name_only(value)
+
+
+def _name_only(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value

@@ -1,0 +1,71 @@
+"""What a written checkpoint lost, measured block by block beside its original, so that neither is loaded whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.arch import Family
+from quantkit.blocks import BlockRunner, run_block
+from quantkit.checkpoint import Checkpoint
+from quantkit.divergence import token_divergence
+
+POSITIONS = 256  # whose logits are in memory at once
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Perplexity of both and KL(base || quantized), on text that calibration did not see."""
+
+    base_perplexity: float
+    perplexity: float
+    kl: float  # mean per predicted token, nats
+    windows: int
+    window: int
+    text: str
+
+    @property
+    def protocol(self) -> str:
+        return (
+            f"{self.windows} windows of {self.window} tokens that do not overlap, no special tokens, first token of a "
+            "window not scored, activations as served"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"protocol": self.protocol}
+
+
+@torch.no_grad()
+def measure_quality(
+    base: Checkpoint, quantized: Checkpoint, family: Family, windows: Tensor, text: Path, device: str
+) -> Quality:
+    """Windows [windows, window] of token ids of a text."""
+    runners = [BlockRunner(checkpoint, family, device) for checkpoint in (base, quantized)]
+    hidden = [_last_hidden(runner, windows) for runner in runners]  # each [windows, window, hidden] on the device
+    losses, divergence = [0.0, 0.0], 0.0
+    for index, ids in enumerate(windows):
+        targets = ids[1:].to(runners[0].device)
+        for start in range(0, len(targets), POSITIONS):
+            part = slice(start, min(start + POSITIONS, len(targets)))
+            logits = [runner.logits(state[index, part]) for runner, state in zip(runners, hidden, strict=True)]
+            for model, values in enumerate(logits):
+                losses[model] += float(torch.nn.functional.cross_entropy(values, targets[part], reduction="sum"))
+            divergence += float(token_divergence(*logits).sum())
+    scored = len(windows) * (windows.shape[1] - 1)
+    before, after = (math.exp(loss / scored) for loss in losses)
+    return Quality(before, after, divergence / scored, len(windows), windows.shape[1], text.name)
+
+
+def _last_hidden(runner: BlockRunner, windows: Tensor) -> Tensor:
+    """The hidden states behind the last block."""
+    hidden = runner.embed(windows).to(runner.device)
+    for layer, arguments in enumerate(runner.arguments(windows.shape[1])):
+        halves = runner.load(layer, arguments)
+        hidden = torch.cat([run_block(halves, part) for part in hidden.split(1)])
+        runner.free(layer)
+    return hidden

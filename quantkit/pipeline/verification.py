@@ -1,0 +1,33 @@
+"""Reading a written checkpoint back, as any other reader would, and comparing it with what was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import QuantkitError
+
+
+def fingerprint(weight: Tensor) -> int:
+    """A number that any wrong, missing or misplaced value changes: the float32 bits, each times an odd number."""
+    bits = weight.float().contiguous().view(torch.int32).flatten()
+    total = 0
+    for start in range(0, len(bits), 1 << 24):  # in pieces, to need no second weight's worth of memory
+        piece = bits[start : start + (1 << 24)].long()
+        position = torch.arange(start, start + len(piece), device=piece.device)
+        total += int((piece * (2 * position + 1)).sum())
+    return total % (1 << 63)
+
+
+def verify_written(folder: Path, promised: Mapping[str, int], device: str = "cpu") -> None:
+    """Decodes every quantized layer of a checkpoint and compares its fingerprint."""
+    written = Checkpoint(folder)
+    for module, value in promised.items():
+        if module not in written.formats:
+            raise QuantkitError(f"{module} cannot be found again in the written checkpoint")
+        if fingerprint(written.weight(module, device=device)) != value:
+            raise QuantkitError(f"{module} read back from disk differs from what was written; disk or memory is faulty")

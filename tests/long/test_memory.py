@@ -1,0 +1,28 @@
+"""Quantizing needs the memory of one block, not of the model.
+
+The shape is that of a model with 1.5 billion parameters in 28 blocks. Peak memory does not depend on the number of
+blocks, so two of them show it; QUANTKIT_TEST_BLOCKS=28 runs the whole model.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.long
+LIMIT_GIB = 3.0
+
+
+@pytest.mark.parametrize("recipe", ["gptq-w4g128", "awq-w4g128"])
+def test_memory_of_one_block(recipe: str) -> None:
+    """A process of its own, so that its peak is its own."""
+    blocks = os.environ.get("QUANTKIT_TEST_BLOCKS", "2")
+    arguments = ["qwen2.5-1.5b", recipe, "--blocks", blocks, "--samples", "128", "--seq-len", "32"]
+    command = [sys.executable, "-m", "quantkit.eval.scale", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    row = json.loads(run.stdout)
+    assert row["blocks"] == int(blocks)
+    assert row["peak_resident_gib"] < LIMIT_GIB

@@ -1,0 +1,212 @@
+"""Folding input scales into the module before changes nothing, for every family."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quantkit.arch import FAMILIES, LLAMA, QWEN3, Family, Fold, Group
+from quantkit.blocks import Half, halves_of
+from quantkit.checkpoint import Checkpoint
+from quantkit.formats import CtPacked, IntegerWeight
+from quantkit.methods.options import AwqOptions
+from quantkit.methods.statistics import InputStatistics
+from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
+from quantkit.passes.group import BlockQuantizer
+
+TOKENS = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(5))
+FORMAT = CtPacked(bits=3, group_size=32, dtype="float32")
+BIASED = {"attention_bias": True, "mlp_bias": True}
+ONE_EACH = {"num_key_value_heads": 4}
+
+MODELS: dict[str, tuple[Family, dict[str, Any]]] = {name: (family, {}) for name, family in FAMILIES.items()}
+MODELS |= {"llama biased": (LLAMA, BIASED), "qwen3 biased": (QWEN3, BIASED), "llama no gqa": (LLAMA, ONE_EACH)}
+
+every_model = pytest.mark.parametrize(("family", "changes"), MODELS.values(), ids=MODELS)
+Saver = Callable[..., Any]
+
+
+def quantizer(source: Checkpoint, family: Family, layer: int) -> BlockQuantizer:
+    chosen = dict.fromkeys(family.linears(source.config), FORMAT)
+    return BlockQuantizer(source, family, chosen, AwqOptions(points=4), layer, lambda _: None)
+
+
+def statistics(inputs: int, seed: int) -> InputStatistics:
+    """Inputs with columns that matter most, at the same place in every head: scales far from 1 gain."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.rand(inputs, generator=generator) + 0.5
+    columns[3::8] *= 40
+    found = InputStatistics(inputs)
+    found.add(torch.randn(200, inputs, generator=generator) * columns)
+    return found
+
+
+def nothing_seen(inputs: int) -> InputStatistics:
+    """No scale gains anything here: the layer is plainly rounded, and the one before it left alone."""
+    found = InputStatistics(inputs)
+    found.add(torch.zeros(1, inputs))
+    return found
+
+
+def width(half: Half, names: Group) -> int:
+    return int(half.block.get_parameter(f"{names[0]}.weight").shape[1])
+
+
+@torch.no_grad()
+def scale(work: BlockQuantizer, half: Half, names: Group, seed: int) -> None:
+    """What `BlockQuantizer.quantize` does before it rounds."""
+    linears = [half.block.get_submodule(name) for name in names]
+    divisor, notes = work._scale(half.block, names, linears, FORMAT, statistics(width(half, names), seed))
+    assert divisor is not None, notes
+    assert float(divisor.max() / divisor.min()) > 2
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model(TOKENS, use_cache=False).logits
+    return found
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+@every_model
+def test_scales_change_nothing(family: Family, changes: dict[str, Any], save_model: Saver, tmp_path: Path) -> None:
+    model = save_model(family, tmp_path, **changes)
+    source = Checkpoint(tmp_path)
+    before = logits(model)
+    for layer, block in enumerate(model.get_submodule(family.blocks)):
+        original = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+        work = quantizer(source, family, layer)
+        for half in halves_of(block, family, {}):
+            scale(work, half, half.first, seed=layer)
+            scale(work, half, (half.last,), seed=layer + 10)
+        assert_reported(work, block, family, layer, original)
+    assert_same(logits(model), before)
+
+
+def assert_reported(
+    work: BlockQuantizer, block: nn.Module, family: Family, layer: int, original: dict[str, Tensor]
+) -> None:
+    """What changed and will not be written as a quantized layer is in the result, as it is in the block."""
+    found = work.result(block).changed
+    consumers = {f"{name}.weight" for group in family.groups for name in group}
+    for name, tensor in block.state_dict().items():
+        full = f"{family.blocks}.{layer}.{name}"
+        if name not in consumers:
+            assert (full in found) == (not torch.equal(tensor, original[name])), name
+        if full in found:
+            assert torch.equal(found[full], tensor)
+
+
+@every_model
+def test_rounded_layers_take_scales_too(
+    family: Family, changes: dict[str, Any], save_model: Saver, tmp_path: Path
+) -> None:
+    """Value and up layers are rounded before the layers behind them choose scales."""
+    model = save_model(family, tmp_path, **changes)
+    source = Checkpoint(tmp_path)
+    blocks = model.get_submodule(family.blocks)
+    works = [quantizer(source, family, layer) for layer in range(len(blocks))]
+    both = [halves_of(block, family, {}) for block in blocks]
+    with torch.no_grad():
+        for work, halves in zip(works, both, strict=True):
+            for half in halves:
+                assert work.quantize(half, half.first, nothing_seen(width(half, half.first))) is None
+    rounded = logits(model)
+    for layer, (work, halves) in enumerate(zip(works, both, strict=True)):
+        codes = {layer.module: layer.quantized for layer in work.result(blocks[layer]).layers}
+        for half in halves:
+            scale(work, half, (half.last,), seed=layer)
+        assert_codes_kept(work, blocks[layer], codes)
+    assert_same(logits(model), rounded)
+
+
+def assert_codes_kept(work: BlockQuantizer, block: nn.Module, before: dict[str, Any]) -> None:
+    """Only scales changed; the block holds the decoded weight of every rounded layer."""
+    changed = 0
+    for layer in work.result(block).layers:
+        old, new = before[layer.module], layer.quantized
+        assert isinstance(new, IntegerWeight)
+        assert torch.equal(new.codes, old.codes)
+        assert torch.equal(new.zeros, old.zeros)
+        changed += not torch.equal(new.scales, old.scales)
+        name = layer.module.split(".", 3)[3]
+        assert torch.equal(block.get_parameter(f"{name}.weight").detach(), new.dequantize())
+    assert changed == 2
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_dividing_codes_equals_rounding_the_divided_weight(bits: int, sym: bool) -> None:
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+    divisors = torch.rand(32, generator=torch.Generator().manual_seed(2)) * 4 + 0.1
+    exact = CtPacked(bits=bits, group_size=32, sym=sym, dtype="float32")
+    divided, expected = exact.quantize(weight).divide_rows(divisors), exact.quantize(weight / divisors[:, None])
+    steps = (weight / divided.scales.repeat_interleave(32, 1) / divisors[:, None]).abs()
+    tie = (steps.frac() - 0.5).abs() < 1e-3  # such as the largest weight of a symmetric group
+    assert torch.equal(divided.codes[~tie], expected.codes[~tie])
+    assert torch.allclose(divided.scales, expected.scales, rtol=1e-6)
+    powers = torch.exp2(torch.arange(32) % 5 - 2.0)  # 16-bit scales divide by these without rounding
+    fmt = CtPacked(bits=bits, group_size=32, sym=sym, dtype="bfloat16")
+    divided, expected = fmt.quantize(weight).divide_rows(powers), fmt.quantize(weight / powers[:, None])
+    assert torch.equal(divided.codes, expected.codes)
+    assert torch.equal(divided.zeros, expected.zeros)
+    assert torch.equal(divided.scales, expected.scales)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+def test_tied_heads_match_how_attention_repeats_values(queries: int) -> None:
+    """Every query head reads the value head that `repeat_interleave` puts in its place."""
+    values, head = 3, 4
+    tie = tied_heads(values * head, values * queries * head, head)
+    scales = tie(torch.rand(values * queries * head) + 0.1)
+    rows = producer_scales(scales, values * head, head)
+    repeated = rows.view(values, head).repeat_interleave(queries, 0).flatten()
+    assert torch.equal(repeated, scales)
+    assert torch.allclose(tie(scales), scales)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_takes_exactly_the_scales_that_it_says(offset: float, dtype: torch.dtype) -> None:
+    """What rounding the norm's weight changes is in the returned scales, so that nothing is lost."""
+    norm = nn.LayerNorm(512)
+    norm.weight.data = (torch.rand(512) + 0.2 - offset).to(dtype).float()
+    effective = norm.weight.detach() + offset
+    wanted = 10 ** (torch.rand(512) * 8 - 4)
+    taken = divide_norm(norm, wanted, offset, dtype)
+    assert torch.equal(norm.weight.detach().to(dtype).float(), norm.weight.detach())
+    assert torch.allclose((norm.weight.detach() + offset) * taken, effective, rtol=1e-6)
+    near = wanted < 10
+    assert torch.allclose(taken[near], wanted[near], rtol=0.2)
+
+
+def test_zeros_in_a_norm_stay_zero() -> None:
+    norm = nn.LayerNorm(4)
+    norm.weight.data = torch.tensor([1.0, 0.0, 2.0, 0.0])
+    taken = divide_norm(norm, torch.tensor([2.0, 2.0, 0.5, 0.5]), 0.0, torch.bfloat16)
+    assert torch.equal(norm.weight.detach(), torch.tensor([0.5, 0.0, 4.0, 0.0]))
+    assert torch.equal(taken, torch.tensor([2.0, 1.0, 0.5, 1.0]))
+
+
+def test_only_the_last_outputs_are_divided() -> None:
+    linear = nn.Linear(8, 6)
+    weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
+    scales = torch.tensor([2.0, 4.0])
+    divide_outputs(linear, scales, torch.float32)
+    assert torch.equal(linear.weight[:4], weight[:4])
+    assert torch.equal(linear.weight[4:], weight[4:] / scales[:, None])
+    assert torch.equal(linear.bias, torch.cat([bias[:4], bias[4:] / scales]))
+    divide_outputs(linear, torch.tensor([3.0]), torch.bfloat16)
+    assert torch.equal(linear.weight[5], (weight[5] / 4 / 3).bfloat16().float())
+
+
+def test_every_family_folds_every_group() -> None:
+    for family in FAMILIES.values():
+        folds: tuple[Fold, ...] = family.folds
+        assert sorted(fold.consumers for fold in folds) == sorted(family.groups)
