@@ -66,7 +66,7 @@ class LlmInt8(Format):
         """In float16, as bitsandbytes: columns with an outlier in any token of the call stay, the rest is rounded.
 
         A row's scale covers the columns that are rounded, as in the paper (Dettmers et al., 2022). bitsandbytes lets it
-        cover small values in outlier columns as well, which costs accuracy: KL 0.018 against 0.015 on SmolLM2-135M.
+        cover small values in outlier columns as well, which costs accuracy: KL 0.0186 against 0.0167 on SmolLM2-135M.
         """
         tokens = inputs.reshape(-1, inputs.shape[-1])  # [tokens, in]
         half = tokens.to(torch.float16).float()

@@ -1,8 +1,10 @@
-"""What each scheme would cost a group of layers, predicted from the few that were measured.
+"""What each scheme would cost a group of layers, predicted from the one scheme that was measured.
 
-KL divergence of the model's predictions grows with the squared error of a layer's outputs, and a little faster where
-it is large: on the bundled model 2 bits cost 1.0 to 1.5 times what 3 bits say, all finer schemes what 3 bits say
-within 16 %. So two schemes are measured, and the others follow by the errors that rounding to the nearest makes.
+KL divergence of the model's predictions grows with the squared error of a layer's outputs, so one measurement and the
+errors that rounding to the nearest makes under all schemes say it all, nearly: where the damage is large it grows a
+little faster. On the bundled model, 3 bits predict every finer scheme within 16 %, but say too little about 2 bits in
+some groups, by up to a third. So the coarser of the schemes that the budget mixes is the one to measure. Bits chosen
+by such predictions lost at most 0.1 % more than those chosen by measuring all schemes, for budgets of 2.5 to 4.5 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from quantkit.methods.losses import output_loss
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (128, 64, 32)
-PROBE_BITS = (3, 2)
+SOME_TAKE_2_BITS = 3.2  # targets below it: 3 bits with their scales are more
 SAMPLED_ROWS = 64  # of a layer's outputs: enough for the ratio of two schemes' errors
 
 
@@ -28,29 +30,26 @@ class Sensitivity:
     """What one group of layers loses by itself."""
 
     modules: tuple[str, ...]
+    probe: IntegerFormat  # the scheme that was measured
+    kl: float  # of it, rounded by the recipe's method, in nats a token
     errors: Mapping[IntegerFormat, float]  # of rounding to the nearest, by scheme
-    measured: Mapping[IntegerFormat, float]  # KL in nats a token, rounded by the recipe's method; two schemes
 
     def divergence(self, fmt: IntegerFormat) -> float:
-        """KL that a scheme would cost: its error times KL per error, which changes evenly between the two measured."""
-        error = self.errors[fmt]
-        fine, coarse = sorted((self.errors[probe], kl) for probe, kl in self.measured.items())
-        share = (error - fine[0]) / (coarse[0] - fine[0]) if coarse[0] > fine[0] else 0.0
-        low, high = (kl / of if of else 0.0 for of, kl in (fine, coarse))
-        return error * (low + min(max(share, 0.0), 1.0) * (high - low))
+        """KL that a scheme would cost."""
+        measured = self.errors[self.probe]
+        return self.kl * self.errors[fmt] / measured if measured else 0.0
 
 
 def candidates(fmt: IntegerFormat, inputs: int) -> list[IntegerFormat]:
     """The schemes that a layer may take, like `fmt` but for bits and group size; per row only where no group fits."""
-    sizes = [size for size in GROUP_SIZES if inputs % size == 0] or [-1]
-    return [replace(fmt, bits=bits, group_size=size) for bits in BITS for size in sizes]
+    return [replace(fmt, bits=bits, group_size=size) for bits in BITS for size in _group_sizes(inputs)]
 
 
-def probes(fmt: IntegerFormat, inputs: int) -> list[IntegerFormat]:
-    """The schemes to measure: with the recipe's own groups where they fit."""
-    sizes = [each.group_size for each in candidates(fmt, inputs)]
+def probe_for(fmt: IntegerFormat, inputs: int, target_bits: float) -> IntegerFormat:
+    """The scheme to measure: with the recipe's own groups where they fit."""
+    sizes = _group_sizes(inputs)
     size = fmt.group_size if fmt.group_size in sizes else sizes[0]
-    return [replace(fmt, bits=bits, group_size=size) for bits in PROBE_BITS]
+    return replace(fmt, bits=2 if target_bits < SOME_TAKE_2_BITS else 3, group_size=size)
 
 
 def rounding_errors(
@@ -64,3 +63,7 @@ def rounding_errors(
         rounded = search_grid(sample, fmt, hessian) if search else fmt.quantize(sample)
         errors[fmt] = float(output_loss(sample, rounded, hessian).sum())
     return errors
+
+
+def _group_sizes(inputs: int) -> list[int]:
+    return [size for size in GROUP_SIZES if inputs % size == 0] or [-1]

@@ -1,7 +1,7 @@
 """What a model loses when one group of layers alone is quantized, measured for every group in one pass.
 
-The unquantized model runs block by block over a few sequences. At every group streams branch off: the hidden states as
-they become when this group alone is rounded to few bits, by the recipe's own method. All streams run on through the
+The unquantized model runs block by block over a few sequences. At every group a stream branches off: the hidden states
+as they become when this group alone is rounded to few bits, by the recipe's own method. All streams run on through the
 blocks behind, and KL(original || stream) at the end is what the rounding of this group costs. Only one block is in
 memory at a time; the streams are kept wherever they fit.
 """
@@ -25,15 +25,15 @@ from quantkit.errors import InputError
 from quantkit.formats import IntegerFormat
 from quantkit.methods import MethodOptions
 from quantkit.methods.options import GptqOptions, RtnOptions
-from quantkit.methods.sensitivity import PROBE_BITS, Sensitivity, candidates, probes, rounding_errors
+from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
 from quantkit.methods.statistics import InputStatistics
 from quantkit.methods.steps import round_weight
 from quantkit.passes.activations import Activations, choose_place
 from quantkit.progress import Progress, silent
 
-LENGTH = 256  # tokens of a sequence at most
-SCORED = 2  # sequences that KL is measured on
-FITTED_TOKENS = 4  # for each input of the widest layer: what the probes are rounded by
+LENGTH = 128  # tokens of a sequence at most
+SCORED = 4  # sequences that KL is measured on
+FITTED_TOKENS = 4  # for each input of the widest layer: for the statistics that the method rounds by
 BATCH_TOKENS = 4096  # run through a block at once
 POSITIONS = 256  # whose logits are in memory at once
 RUINED = 100.0  # nats, for a probe that computes NaN
@@ -58,30 +58,30 @@ class SensitivityPass:
         self._scratch = scratch  # for streams that do not fit into memory
 
     @torch.no_grad()
-    def run(self, tokens: Tensor, on_step: Progress = silent) -> list[Sensitivity]:
+    def run(self, tokens: Tensor, target_bits: float, on_step: Progress = silent) -> list[Sensitivity]:
         """The sensitivities of all groups in forward order, from calibration tokens [samples, length]."""
         scored, fitted = self._begin(tokens)
-        size = len(self.groups) * len(PROBE_BITS) * scored.nbytes
-        streams = Activations(self.runner.device, choose_place(size, self.runner.device), self._scratch)
-        groups: list[Sensitivity] = []
+        place = choose_place(len(self.groups) * scored.nbytes, self.runner.device)
+        streams = Activations(self.runner.device, place, self._scratch)
+        found: list[Sensitivity] = []
         for layer, arguments in enumerate(self.runner.arguments(scored.shape[1])):
             halves = self.runner.load(layer, arguments)
             for index, batch in enumerate(streams):
                 streams[index] = run_block(halves, batch)
-            branches: list[Tensor] = []
+            branches = []
             for half, behind in ((halves[0], halves[1]), (halves[1], None)):
-                for trial in self._trials(layer, half, fitted):
-                    branches += _branches(trial, half, behind, scored)
-                    groups.append(Sensitivity(trial.group, trial.errors, dict.fromkeys(trial.decoded, 0.0)))
-                    on_step(f"{trial.group[0]}  measured", len(self.groups))
+                for trial in self._trials(layer, half, fitted, target_bits):
+                    branches.append(_branch(trial, half, behind, scored))
+                    found.append(trial.result)
+                    on_step(f"{trial.result.modules[0]}  measured", len(self.groups))
                 scored = half.close(scored, half.inner(scored))
                 for index, batch in enumerate(fitted):
                     fitted[index] = half.close(batch, half.inner(batch))
             if branches:
-                streams.append(torch.cat(branches))  # [groups * probes * scored, length, hidden]
+                streams.append(torch.cat(branches))  # [groups * scored, length, hidden]
             self.runner.free(layer)
-        found = iter(self._divergences(scored, streams))
-        return [replace(group, measured={probe: next(found) for probe in group.measured}) for group in groups]
+        divergences = self._divergences(scored, streams)
+        return [replace(each, kl=kl) for each, kl in zip(found, divergences, strict=True)]
 
     def _begin(self, tokens: Tensor) -> tuple[Tensor, Activations]:
         """Hidden states before the first block: those that KL is measured on, and those that the probes are fitted to.
@@ -96,62 +96,54 @@ class SensitivityPass:
             fitted.append(self.runner.embed(part))
         return self.runner.embed(tokens[:SCORED]).to(self.runner.device), fitted
 
-    def _trials(self, layer: int, half: Half, fitted: Activations) -> Iterator[_Trial]:
+    def _trials(self, layer: int, half: Half, fitted: Activations, target_bits: float) -> Iterator[_Trial]:
         """What is tried on the groups of a half."""
         for names, read in ((half.first, half.inputs), ((half.last,), half.inner)):
             group = tuple(f"{self.family.blocks}.{layer}.{name}" for name in names)
             if group[0] in self.chosen:
                 linears = [half.block.get_submodule(name) for name in names]
-                yield self._trial(group, linears, _statistics(read, fitted))
+                try:
+                    yield self._trial(group, linears, _statistics(read, fitted), target_bits)
+                except InputError as error:
+                    raise InputError(f"{group[0]}: {error}") from error
 
-    def _trial(self, group: Group, linears: list[nn.Module], inputs: InputStatistics) -> _Trial:
+    def _trial(self, group: Group, linears: list[nn.Module], inputs: InputStatistics, target_bits: float) -> _Trial:
         weight = torch.cat([_weight(linear) for linear in linears]).float()  # [out, in]
         fmt, width = self.chosen[group[0]], weight.shape[1]
         searches = _searches(self.options)
-        try:
-            errors = rounding_errors(weight, candidates(fmt, width), inputs.require_hessian(), search=searches)
-            decoded = {
-                probe: round_weight(self.options, weight, probe, inputs).quantized.dequantize()
-                for probe in probes(fmt, width)
-            }
-        except InputError as error:
-            raise InputError(f"{group[0]}: {error}") from error
-        return _Trial(group, linears, errors, decoded)
+        errors = rounding_errors(weight, candidates(fmt, width), inputs.require_hessian(), search=searches)
+        probe = probe_for(fmt, width, target_bits)
+        rounded = round_weight(self.options, weight, probe, inputs).quantized
+        return _Trial(linears, rounded.dequantize(), Sensitivity(group, probe, 0.0, errors))
 
     def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
         """KL(base || stream) of every stream in the order of their branching off, in nats a token."""
         base = base.flatten(0, 1)  # [positions, hidden]
-        sums = [0.0] * (len(self.groups) * len(PROBE_BITS))
+        sums = [0.0] * len(self.groups)
         for start in range(0, len(base), POSITIONS):
             part = slice(start, start + POSITIONS)
             logits = self.runner.logits(base[part])
-            index = 0
-            for batch in streams:
-                for states in batch.flatten(0, 1).split(len(base)):
-                    sums[index] += float(token_divergence(logits, self.runner.logits(states[part])).sum())
-                    index += 1
+            states = (each for batch in streams for each in batch.flatten(0, 1).split(len(base)))
+            for index, each in enumerate(states):
+                sums[index] += float(token_divergence(logits, self.runner.logits(each[part])).sum())
         means = [total / len(base) for total in sums]
         return [max(mean, 0.0) if math.isfinite(mean) else RUINED for mean in means]
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A group under test: its linears, the errors of all schemes, and the weights [out, in] under those to measure."""
+    """A group under test: its linears, their weights [out, in] as the probe has them, and what is known so far."""
 
-    group: Group
     linears: list[nn.Module]
-    errors: dict[IntegerFormat, float]
-    decoded: dict[IntegerFormat, Tensor]
+    decoded: Tensor
+    result: Sensitivity
 
 
-def _branches(trial: _Trial, half: Half, behind: Half | None, scored: Tensor) -> list[Tensor]:
-    """The hidden states behind a block, once for each probe of a group in this half."""
-    branches = []
-    for decoded in trial.decoded.values():
-        with _replaced(trial.linears, decoded):
-            states = half.close(scored, half.inner(scored))
-        branches.append(states if behind is None else behind.close(states, behind.inner(states)))
-    return branches
+def _branch(trial: _Trial, half: Half, behind: Half | None, scored: Tensor) -> Tensor:
+    """The hidden states behind a block in which one group of this half has the weights of a probe."""
+    with _replaced(trial.linears, trial.decoded):
+        states = half.close(scored, half.inner(scored))
+    return states if behind is None else behind.close(states, behind.inner(states))
 
 
 def _statistics(read: Callable[[Tensor], Tensor], states: Activations) -> InputStatistics:

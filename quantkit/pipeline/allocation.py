@@ -38,7 +38,7 @@ def choose_formats(job: Job, scratch: Path, on_step: Progress = silent) -> Alloc
     sizes = [_sizes(formats[group[0]], [shapes[module] for module in group]) for group in groups]
     _check_target(job.recipe.target_bits, weights, sizes)
     work = SensitivityPass(job.source, job.family, formats, job.options, job.device, scratch)
-    measured = work.run(job.tokens, on_step)
+    measured = work.run(job.tokens, job.recipe.target_bits, on_step)
     schemes = spend(measured, sizes, math.floor(job.recipe.target_bits * weights))
     record = {
         "target_bits": job.recipe.target_bits,
@@ -91,8 +91,8 @@ def _record(group: Sensitivity, fmt: IntegerFormat) -> dict[str, Any]:
         "modules": list(group.modules),
         "bits": fmt.bits,
         "group_size": fmt.group_size,
-        "kl": group.divergence(fmt),  # predicted
-        "measured_kl": {probe.describe(): kl for probe, kl in group.measured.items()},
+        "kl": group.divergence(fmt),  # predicted from what was measured
+        "measured": {"scheme": group.probe.describe(), "kl": group.kl},
     }
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from quantkit.calibration import Calibration
 from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, check_output, check_space
 from quantkit.formats import Format
-from quantkit.journal import Journal
 from quantkit.passes import CalibratedPass, QuantizedBlock, QuantizedLayer, round_blocks
 from quantkit.pipeline.allocation import choose_formats, formats_from_record
 from quantkit.pipeline.job import Job, prepare
+from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.report import LayerReport, QuantizeReport
 from quantkit.pipeline.verification import fingerprint
 from quantkit.pipeline.writing import write_checkpoint

@@ -13,8 +13,8 @@ from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.engines import Layers, verdicts
 from quantkit.errors import QuantkitError
 from quantkit.formats import Format, dialect_of
-from quantkit.journal import Journal
 from quantkit.pipeline.job import Job, check_layers
+from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.model_card import CardFacts, license_of, model_card
 from quantkit.pipeline.quality import Quality, measure_quality
 from quantkit.pipeline.report import LayerReport, QuantizeReport

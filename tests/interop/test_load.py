@@ -43,7 +43,23 @@ summary: FP8 with one scale per tensor.
 method: rtn
 format: {name: ct-float8, strategy: tensor}
 """
+ACT_ORDER = """
+summary: GPTQ with groups that follow the order of the columns.
+method: {name: gptq, order: desc_act}
+format: {name: gptq, bits: 4, group_size: 128, act_order: true}
+"""
+GPTQ_3 = """
+summary: GPTQ at three bits in GPTQ's own layout.
+method: gptq
+format: {name: gptq, bits: 3, group_size: 128}
+"""
+GPTQ_ASYM = """
+summary: GPTQ with zero points in GPTQ's own layout.
+method: gptq
+format: {name: gptq, bits: 4, group_size: 64, sym: false}
+"""
 OWN = {"mixed": MIXED, "kept": KEPT, "rows": ROWS, "fp8-tensor": FP8_TENSOR}
+OWN |= {"act-order": ACT_ORDER, "gptq-3": GPTQ_3, "gptq-asym": GPTQ_ASYM}
 
 EXACT = 1e-2  # bfloat16 arithmetic alone makes 0.7%
 INT8 = 2.5e-2  # activations are rounded as well
@@ -60,6 +76,7 @@ class Peer:
 
 ATEN = Peer(("TorchAtenLinear",), {"qweight": torch.int32})
 AWQ = Peer(("TorchAtenAwqLinear", "AwqTorchLinear"), {"qweight": torch.int32})
+TORCH = Peer(("TorchLinear", "TorchAtenLinear"), {"qweight": torch.int32})
 BNB4 = Peer(("Linear4bit",), {"weight": torch.uint8})
 BNB8 = Peer(("Linear8bitLt",), {"weight": torch.int8})
 PACKED = Peer(("Linear",), {"weight_packed": torch.int32})  # compressed-tensors fills the layers of the model
@@ -70,6 +87,17 @@ CHECKPOINTS: dict[str, tuple[Peer, float]] = {
     "rtn-w4g128": (ATEN, EXACT),
     "gptq-w4g128": (ATEN, EXACT),
     "gptq-w3g128": (PACKED, EXACT),
+    "act-order": (TORCH, EXACT),
+    "gptq-3": (TORCH, EXACT),
+    "gptq-asym": (TORCH, EXACT),
+    "gptq-w4g64-asym": (PACKED, EXACT),
+    "awq-w4g128": (AWQ, EXACT),
+    "awq-w4g32": (AWQ, EXACT),
+    "awq-w3g128": (PACKED, EXACT),
+    "best-w4g64": (AWQ, EXACT),
+    "auto-w3.5": (PACKED, EXACT),
+    "smoothquant-w8a8": (W8A8, INT8),
+    "fp8-static": (FP8, FLOAT8),
     "rtn-w8": (Peer(("TorchLinear",), {"qweight": torch.int32}), EXACT),
     "kept": (ATEN, EXACT),
     "rtn-w4g128-asym": (AWQ, EXACT),
@@ -111,7 +139,8 @@ def make(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
             if name in OWN:
                 recipe.write_text(OWN[name])
             little = Calibration(samples=8, seq_len=128)  # for methods that calibrate
-            quantkit.quantize(model, str(recipe) if name in OWN else name, output, calibration=little)
+            chosen = str(recipe) if name in OWN else name
+            quantkit.quantize(model, chosen, output, calibration=little, quality_windows=0)
         return output
 
     return quantize

@@ -24,8 +24,6 @@ ALLOWED: dict[str, set[str]] = {
     "methods": {"errors", "formats", "kernels"},
     "checkpoint": {"errors", "formats"},
     "storage": {"errors"},
-    "differences": set(),
-    "journal": {"differences", "errors", "storage"},
     "checkpoint_writer": {"errors", "formats", "checkpoint", "storage"},
     "recipe": {"errors", "formats", "arch", "methods"},
     "engines": {"errors", "formats"},
@@ -39,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "reference": {"errors", "formats", "checkpoint", "served", "sources"},
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
-ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "journal", "passes", "reference"}
-ALLOWED["pipeline"] |= {"wording"}
+ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "passes", "reference"}
+ALLOWED["pipeline"] |= {"storage", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}

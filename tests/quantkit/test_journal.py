@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.journal import Journal
+from quantkit.pipeline.journal import Journal
 
 ARGUMENTS: dict[str, Any] = {
     "model": "demo",

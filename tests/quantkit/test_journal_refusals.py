@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantkit.errors import InputError, StorageError
-from quantkit.journal import Journal
+from quantkit.pipeline.journal import Journal
 
 ARGUMENTS: dict[str, Any] = {
     "model": "demo",
@@ -108,7 +108,7 @@ def test_a_file_where_the_journal_should_be(tmp_path: Path) -> None:
 HOLD = """
 import sys
 import torch
-from quantkit.journal import Journal
+from quantkit.pipeline.journal import Journal
 with Journal(sys.argv[1], {"seed": 0}) as journal:
     journal.commit({"weight": torch.ones(2)}, {})
     print("ready", flush=True)
@@ -134,7 +134,7 @@ FILL = """
 import sys
 import torch
 from quantkit.errors import StorageError
-from quantkit.journal import Journal
+from quantkit.pipeline.journal import Journal
 for name, sizes in {"nothing": [], "something": [100, 100]}.items():
     try:
         with Journal(f"{sys.argv[1]}/{name}", {}) as journal:

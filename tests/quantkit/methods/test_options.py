@@ -6,9 +6,10 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.formats import CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
 from quantkit.methods import METHODS, MethodOptions
 from quantkit.methods.options import AwqOptions, GptqOptions, RtnOptions, SmoothQuantOptions
-from quantkit.methods.steps import needs_hessian, scales_inputs
+from quantkit.methods.steps import check_format, needs_hessian, scales_inputs
 from quantkit.recipe import load_recipe
 
 
@@ -49,6 +50,36 @@ def test_options_are_frozen_values() -> None:
 )
 def test_what_a_method_needs(options: MethodOptions, calibrated: bool, hessian: bool, scales: bool) -> None:
     assert (options.calibrated, needs_hessian(options), scales_inputs(options)) == (calibrated, hessian, scales)
+
+
+@pytest.mark.parametrize(
+    ("options", "fmt", "words"),
+    [
+        (GptqOptions(), Nf4(), "'gptq' needs a format with an integer grid, not 'nf4'"),
+        (GptqOptions(order="desc_act"), Gptq(), "desc_act scatters the groups, which 'gptq' cannot store"),
+        (GptqOptions(order="desc_act"), CtPacked(), "desc_act scatters the groups, which 'ct-packed' cannot store"),
+        (AwqOptions(), LlmInt8(), "'awq' needs a format with an integer grid, not 'llm-int8'"),
+        (SmoothQuantOptions(), LlmInt8(), "'smoothquant' is for 8-bit weights and activations"),
+        (SmoothQuantOptions(), CtPacked(bits=8), "'smoothquant' is for 8-bit weights and activations"),
+    ],
+)
+def test_formats_that_do_not_suit_a_method(options: MethodOptions, fmt: Format, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        check_format(options, fmt)
+
+
+@pytest.mark.parametrize(
+    ("options", "fmt"),
+    [
+        (RtnOptions(), Nf4()),
+        (GptqOptions(order="desc_act"), Gptq(act_order=True)),
+        (GptqOptions(order="desc_act"), CtPacked(group_size=-1)),  # one group a row has nothing to scatter
+        (AwqOptions(), CtPacked(bits=3)),
+        (SmoothQuantOptions(), CtInt8()),
+    ],
+)
+def test_formats_that_suit_a_method(options: MethodOptions, fmt: Format) -> None:
+    check_format(options, fmt)
 
 
 def test_recipes_give_options() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.journal import Journal
 from quantkit.passes.activations import Activations, Place, available_memory, choose_place
+from quantkit.pipeline.journal import Journal
 
 CPU = torch.device("cpu")
 PLACES = get_args(Place)

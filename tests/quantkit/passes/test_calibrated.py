@@ -94,17 +94,21 @@ def assert_equal(found: list[QuantizedBlock], expected: list[QuantizedBlock]) ->
         assert [layer.log for layer in one.layers] == [layer.log for layer in other.layers]
 
 
+@torch.no_grad()
+def put_into(model: Any, block: QuantizedBlock) -> None:
+    """Decoded weights and changed tensors in place of the original ones."""
+    weights = {f"{layer.module}.weight": layer.quantized.dequantize() for layer in block.layers}
+    for name, weight in (weights | dict(block.changed)).items():
+        model.get_parameter(name).copy_(weight)
+
+
+@torch.no_grad()
 def change_of_logits(case: Case, blocks: list[QuantizedBlock]) -> float:
     """How far the model with quantized layers is from the original, relative to its logits."""
-    tokens = case.tokens[:2]
-    with torch.no_grad():
-        before = case.model(tokens, use_cache=False).logits
-        for block in blocks:
-            weights = {f"{layer.module}.weight": layer.quantized.dequantize() for layer in block.layers}
-            weights |= {name: tensor.float() for name, tensor in block.changed.items()}
-            for name, weight in weights.items():
-                case.model.get_parameter(name).copy_(weight)
-        after = case.model(tokens, use_cache=False).logits
+    before = case.model(case.tokens[:2], use_cache=False).logits
+    for block in blocks:
+        put_into(case.model, block)
+    after = case.model(case.tokens[:2], use_cache=False).logits
     return float((after - before).norm() / before.norm())
 
 
@@ -121,6 +125,19 @@ def test_resumes_behind_any_block(case: Case, options: MethodOptions, fmt: Forma
         again = case.new(options, fmt)
         again.resume(case.tokens, iter(states[done - 1].values()))
         assert_equal(list(again.blocks(ignore, first=done)), whole[done:])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "gptq with scales"])
+def test_every_block_sees_what_the_quantized_blocks_before_it_produce(case: Case, name: str) -> None:
+    """Up to products in bfloat16, which a pass may use."""
+    work = case.begin(*METHODS[name])
+    for index, block in enumerate(work.blocks(ignore)):
+        put_into(case.model, block)
+        with torch.no_grad():
+            outputs = case.model(case.tokens, use_cache=False, output_hidden_states=True).hidden_states
+        if index + 1 < LAYERS:  # behind the last block transformers gives the normed states
+            found = torch.cat(list(work.states().values()))
+            assert float((found - outputs[index + 1]).norm() / found.norm()) < 0.02
 
 
 @pytest.mark.parametrize("family", [LLAMA, QWEN2, GEMMA2, PHI3], ids=lambda family: family.model_type)
@@ -175,14 +192,14 @@ def test_what_does_not_fit_is_computed_twice(
 
 
 def assert_alike(found: list[QuantizedBlock], expected: list[QuantizedBlock]) -> None:
-    """Products may be rounded to bfloat16 on the way, and ties broken another way: no more than that."""
+    """Products may be rounded to bfloat16 on the way, and a search may end at the next point: no more than that."""
     one, other = ([layer for block in blocks for layer in block.layers] for blocks in (found, expected))
     assert [layer.module for layer in one] == [layer.module for layer in other]
     for values in ("loss", "scaled_loss"):
         totals = [sum(layer.log.get(values, 0) for layer in layers) for layers in (one, other)]
         assert totals[0] == pytest.approx(totals[1], rel=0.05)
-    for layer, wanted in zip(one, other, strict=True):
-        assert layer.relative_error == pytest.approx(wanted.relative_error, rel=0.1)
+    errors = [sum(layer.relative_error for layer in layers) for layers in (one, other)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "gptq with scales"])
@@ -196,6 +213,8 @@ def test_every_layer_loses_less_than_plainly_rounded(case: Case, name: str) -> N
             assert ("scaled_loss" in layer.log) == (name != "gptq")
             if name != "gptq":
                 assert layer.log["scaled_loss"] <= layer.log["identity_loss"]
+            if name != "gptq" and layer.module.endswith(("o_proj", "down_proj")):  # alone in their groups
+                assert layer.log["rounding_loss"] == pytest.approx(layer.log["scaled_loss"], rel=0.02)
     assert seen == case.family.linears(case.source.config)
 
 

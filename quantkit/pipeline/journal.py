@@ -22,8 +22,6 @@ damaged is done again, together with everything behind it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -34,8 +32,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.differences import differences
 from quantkit.errors import InputError, StorageError
+from quantkit.pipeline.differences import differences
+from quantkit.pipeline.sealing import as_read_back, digest, matches, read_json, seal, unreadable, write_json
 from quantkit.storage import NOTHING_KEPT, FolderLock, replacing, storage_errors, sync
 
 ARGUMENTS = "arguments.json"
@@ -49,8 +48,8 @@ class Journal:
     def __init__(self, output: str | Path, arguments: Mapping[str, Any], *, restart: bool = False) -> None:
         output = Path(output).absolute()
         self.folder = output.with_name(f".{output.name}.journal")
-        self._arguments = _as_read_back(arguments)
-        self._digest = _digest(self._arguments)
+        self._arguments = as_read_back(arguments)
+        self._digest = digest(self._arguments)
         self._finished = 0
         with self._storage_errors():
             self._lock = FolderLock(self.folder, f"another process is writing {output}")
@@ -107,12 +106,12 @@ class Journal:
             unit = {
                 "arguments": self._digest,
                 "tensors": list(stored),
-                "weights": _seal(weights),
-                "state": _seal(self._state_file(self._finished)) if state else None,
+                "weights": seal(weights),
+                "state": seal(self._state_file(self._finished)) if state else None,
                 "can_be_followed": can_be_followed,
-                "record": _as_read_back(record),
+                "record": as_read_back(record),
             }
-            _write_json(description, {"sha256": _digest(unit), "unit": unit})
+            write_json(description, {"sha256": digest(unit), "unit": unit})
             for outdated in self._states()[:-_KEPT_STATES]:
                 outdated.unlink()
         self._finished += 1
@@ -131,7 +130,7 @@ class Journal:
                 for name in names:
                     yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise _unreadable(weights, error) from error
+            raise unreadable(weights, error) from error
 
     def state(self) -> Iterator[Tensor]:
         """What the next unit starts from, tensor by tensor, in the order of their names."""
@@ -141,16 +140,16 @@ class Journal:
                 for name in sorted(opened.keys()):
                     yield opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise _unreadable(file, error) from error
+            raise unreadable(file, error) from error
 
     def note(self, name: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A decision made once: the one that an earlier run noted, or the one made now."""
         file = self.folder / f"{name}.json"
-        noted = _read_json(file)
+        noted = read_json(file)
         if noted is None:
-            noted = _as_read_back(decide())
+            noted = as_read_back(decide())
             with self._storage_errors():
-                _write_json(file, noted)
+                write_json(file, noted)
         return noted
 
     def discard(self) -> None:
@@ -161,8 +160,8 @@ class Journal:
 
     def _open(self, restart: bool) -> None:
         """Finds the finished units, or starts anew."""
-        earlier = None if restart else _read_json(self.folder / ARGUMENTS)
-        owner = self._digest if earlier is None else _digest(earlier)
+        earlier = None if restart else read_json(self.folder / ARGUMENTS)
+        owner = self._digest if earlier is None else digest(earlier)
         finished = 0
         while not restart and _is_whole(*self._files(finished), owner):
             finished += 1
@@ -174,7 +173,7 @@ class Journal:
             self._clear(finished, notes=earlier is not None and owner == self._digest)
             self._finished = finished
             if earlier is None or owner != self._digest:
-                _write_json(self.folder / ARGUMENTS, self._arguments)
+                write_json(self.folder / ARGUMENTS, self._arguments)
 
     def _clear(self, kept: int = 0, *, notes: bool = False) -> None:
         """Removes all but the first units, from behind, so that what a kill leaves over is a journal again."""
@@ -189,9 +188,9 @@ class Journal:
 
     def _can_be_followed(self, index: int) -> bool:
         """Whether the next unit has what it starts from, where it needs something."""
-        unit = (_read_json(self._files(index)[1]) or {})["unit"]
+        unit = (read_json(self._files(index)[1]) or {})["unit"]
         seal = unit["state"]
-        return bool(unit["can_be_followed"]) and (seal is None or _matches(self._state_file(index), seal))
+        return bool(unit["can_be_followed"]) and (seal is None or matches(self._state_file(index), seal))
 
     def _leave(self, failed: bool) -> None:
         """Lets other processes in; a failed run that finished nothing takes its folder along."""
@@ -213,9 +212,9 @@ class Journal:
         if not 0 <= index < self._finished:
             raise IndexError(f"unit {index} of {self._finished}")
         _, description = self._files(index)
-        value = _read_json(description)
+        value = read_json(description)
         if value is None:
-            raise _unreadable(description, "it was whole a moment ago")
+            raise unreadable(description, "it was whole a moment ago")
         unit: dict[str, Any] = value["unit"]
         return unit
 
@@ -245,59 +244,12 @@ def _to_store(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _is_whole(weights: Path, description: Path, owner: str) -> bool:
     """Whether both files of a unit are exactly what was committed under these arguments."""
-    value = _read_json(description) or {}
+    value = read_json(description) or {}
     unit = value.get("unit")
-    if not isinstance(unit, dict) or value.get("sha256") != _digest(unit) or unit["arguments"] != owner:
+    if not isinstance(unit, dict) or value.get("sha256") != digest(unit) or unit["arguments"] != owner:
         return False
-    return _matches(weights, unit["weights"])
-
-
-def _seal(file: Path) -> dict[str, Any]:
-    """What a file is recognised by later."""
-    with file.open("rb") as opened:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def _matches(file: Path, seal: dict[str, Any]) -> bool:
-    try:
-        return file.stat().st_size == seal["bytes"] and _seal(file) == seal
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise _unreadable(file, error) from error
+    return matches(weights, unit["weights"])
 
 
 def _blocks(number: int) -> str:
     return f"{number} finished {'block' if number == 1 else 'blocks'}"
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    with replacing(file) as partial:
-        partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None when there is no file or no object in it."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    return value if isinstance(value, dict) else None
-
-
-def _as_read_back(value: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON turns tuples into lists and keys into text."""
-    back: dict[str, Any] = json.loads(json.dumps(value))
-    return back
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _unreadable(file: Path, error: Exception | str) -> StorageError:
-    return StorageError(
-        f"{file} cannot be read ({error}); run the same command again, or pass --restart to do every block anew"
-    )

@@ -1,0 +1,152 @@
+"""Sensitivities: streams carried block by block give what running a whole damaged model gives; predictions hold."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from quantkit.arch import FAMILIES, Family, family_of
+from quantkit.calibration import Calibration
+from quantkit.checkpoint import Checkpoint
+from quantkit.divergence import token_divergence
+from quantkit.errors import InputError
+from quantkit.formats import CtPacked, IntegerFormat
+from quantkit.methods import MethodOptions
+from quantkit.methods.options import GptqOptions, RtnOptions
+from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
+from quantkit.passes import sensitivity
+from quantkit.passes.sensitivity import SCORED, SensitivityPass
+from quantkit.reference import load_tokenizer
+from quantkit.sources import model_folder
+
+W3 = CtPacked(bits=3, group_size=32, dtype="float32")
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,  # predictions that depend on the input
+}
+
+
+def small_model(family: Family, folder: Path) -> torch.nn.Module:
+    config = transformers.AutoConfig.for_model(family.model_type, attn_implementation="eager", **SIZES)
+    torch.manual_seed(0)
+    model: torch.nn.Module = getattr(transformers, family.architecture)(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def sensitivities(
+    folder: Path, scratch: Path, tokens: Tensor, options: MethodOptions, modules: str = "", fmt: IntegerFormat = W3
+) -> list[Sensitivity]:
+    source = Checkpoint(folder)
+    family = family_of(source.config)
+    chosen = {name: fmt for name in family.linears(source.config) if modules in name}
+    return SensitivityPass(source, family, chosen, options, "cpu", scratch).run(tokens, 3.5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3"])
+def test_streams_equal_a_whole_model_with_one_group_rounded(name: str, tmp_path: Path) -> None:
+    model = small_model(FAMILIES[name], tmp_path)
+    tokens = torch.randint(1, 96, (SCORED + 2, 24))
+    found = sensitivities(tmp_path, tmp_path, tokens, RtnOptions())
+    assert [each.modules for each in found] == FAMILIES[name].linear_groups(SIZES)
+    with torch.no_grad():
+        base = model(tokens[:SCORED]).logits.flatten(0, 1)
+        for each in found:
+            kept = {module: model.get_submodule(module).weight.data for module in each.modules}
+            for module, weight in kept.items():
+                model.get_submodule(module).weight.data = W3.quantize(weight).dequantize()
+            expected = float(token_divergence(base, model(tokens[:SCORED]).logits.flatten(0, 1)).mean())
+            for module, weight in kept.items():
+                model.get_submodule(module).weight.data = weight
+            assert each.kl == pytest.approx(expected, rel=1e-3), each.modules
+            assert each.kl > 1e-5
+
+
+def test_streams_on_disk_and_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_model(FAMILIES["llama"], tmp_path)
+    tokens = torch.randint(1, 96, (6, 24))
+    in_memory = sensitivities(tmp_path, tmp_path, tokens, GptqOptions())
+    monkeypatch.setattr(sensitivity, "choose_place", lambda *_: "disk")
+    source = Checkpoint(tmp_path)
+    chosen = dict.fromkeys(FAMILIES["llama"].linears(source.config), W3)
+    work = SensitivityPass(source, FAMILIES["llama"], chosen, GptqOptions(), "cpu", tmp_path)
+    seen = []
+
+    def look(item: str, total: int) -> None:
+        seen.append(item.split()[0])
+        assert total == 12
+        assert sum(not block.self_attn.o_proj.weight.is_meta for block in work.runner.blocks) == 1
+
+    assert work.run(tokens, 3.5, look) == in_memory
+    assert list(tmp_path.glob("activations-*"))
+    assert seen == [each.modules[0] for each in in_memory]
+
+
+def test_kept_layers_are_not_measured(tmp_path: Path) -> None:
+    small_model(FAMILIES["llama"], tmp_path)
+    tokens = torch.randint(1, 96, (6, 24))
+    every = sensitivities(tmp_path, tmp_path, tokens, RtnOptions())
+    some = sensitivities(tmp_path, tmp_path, tokens, RtnOptions(), modules="layers.1.mlp")
+    assert [each.modules[0] for each in some] == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"]
+    assert some == every[6:8]
+
+
+def test_inputs_that_are_not_finite_name_the_layer(tmp_path: Path) -> None:
+    model = small_model(FAMILIES["llama"], tmp_path)
+    model.get_submodule("model.layers.1.mlp.up_proj").weight.data.fill_(1e30)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"^model\.layers\.1\.mlp\.down_proj: "):
+        sensitivities(tmp_path, tmp_path, torch.randint(1, 96, (6, 24)), GptqOptions())
+
+
+def test_predictions_hold_for_schemes_that_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the bundled model: 3 bits in groups of 64 are measured, then other schemes, and compared."""
+    folder = model_folder("demo")
+    tokens = Calibration(samples=12, seq_len=128).tokens(load_tokenizer(folder), 128)
+    fmt = CtPacked(bits=3, group_size=64)
+    predicted = sensitivities(folder, tmp_path, tokens, GptqOptions(), "layers.2.", fmt)
+    for other, least, most in ((replace(fmt, bits=4, group_size=128), 0.75, 1.3), (replace(fmt, bits=2), 0.8, 1.8)):
+        monkeypatch.setattr(sensitivity, "probe_for", lambda *_, other=other: other)
+        measured = sensitivities(folder, tmp_path, tokens, GptqOptions(), "layers.2.", fmt)
+        for one, another in zip(predicted, measured, strict=True):
+            assert least < another.kl / one.divergence(other) < most, (one.modules, other)
+
+
+def test_group_sizes_that_do_not_divide_are_left_out() -> None:
+    fmt = CtPacked(bits=4, group_size=64, sym=False)
+    sizes = {inputs: {each.group_size for each in candidates(fmt, inputs)} for inputs in (256, 192, 96, 100)}
+    assert sizes == {256: {32, 64, 128}, 192: {32, 64}, 96: {32}, 100: {-1}}
+    assert all(not each.sym for each in candidates(fmt, 256))
+    assert {each.bits for each in candidates(fmt, 256)} == {2, 3, 4, 5, 6, 8}
+    assert [probe_for(fmt, inputs, 3.5).group_size for inputs in (256, 96, 100)] == [64, 32, -1]
+    assert [probe_for(fmt, 256, target).bits for target in (2.5, 3.1, 3.25, 6)] == [2, 2, 3, 3]
+
+
+def test_errors_fall_with_bits_and_with_smaller_groups() -> None:
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(200, 256), torch.randn(1000, 256)
+    schemes = candidates(CtPacked(), 256)
+    errors = rounding_errors(weight, schemes, inputs.T @ inputs, search=True)
+    plain = rounding_errors(weight, schemes, inputs.T @ inputs, search=False)
+    for fmt in schemes:
+        assert errors[fmt] <= plain[fmt] * 1.01
+        for other in schemes:
+            if fmt.bits > other.bits or (fmt.bits == other.bits and fmt.group_size < other.group_size):
+                assert errors[fmt] < errors[other]
+
+
+def test_a_layer_that_calibration_never_reached_costs_nothing() -> None:
+    errors = dict.fromkeys(candidates(CtPacked(), 64), 0.0)
+    assert Sensitivity(("a",), CtPacked(bits=3, group_size=64), 0.0, errors).divergence(next(iter(errors))) == 0
