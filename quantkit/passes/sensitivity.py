@@ -24,6 +24,7 @@ from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
 from quantkit.formats import IntegerFormat
 from quantkit.methods import MethodOptions
+from quantkit.methods.arithmetic import fast_products
 from quantkit.methods.options import GptqOptions, RtnOptions
 from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
 from quantkit.methods.statistics import InputStatistics
@@ -75,8 +76,9 @@ class SensitivityPass:
                     found.append(trial.result)
                     on_step(f"{trial.result.modules[0]}  measured", len(self.groups))
                 scored = half.close(scored, half.inner(scored))
-                for index, batch in enumerate(fitted):
-                    fitted[index] = half.close(batch, half.inner(batch))
+                with fast_products(self.runner.device):
+                    for index, batch in enumerate(fitted):
+                        fitted[index] = half.close(batch, half.inner(batch))
             if branches:
                 streams.append(torch.cat(branches))  # [groups * scored, length, hidden]
             self.runner.free(layer)
@@ -150,9 +152,9 @@ def _statistics(read: Callable[[Tensor], Tensor], states: Activations) -> InputS
     """Of what the linears of a group read."""
     first = read(states[0])
     statistics = InputStatistics(first.shape[-1], first.device)
-    statistics.add(first)
-    for index in range(1, len(states)):
-        statistics.add(read(states[index]))
+    with fast_products(first.device):
+        for batch in states:
+            statistics.add(read(batch))
     return statistics
 
 

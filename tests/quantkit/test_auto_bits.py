@@ -52,7 +52,7 @@ def test_decision_is_repeatable_and_within_the_budget(tmp_path: Path) -> None:
 
 def test_target_out_of_reach(tmp_path: Path) -> None:
     """Two bits and their scales are more than 2.0; the recipe itself refuses targets outside 2 to 8."""
-    with pytest.raises(InputError, match="target_bits is 2, .* scales and all; choose a number in between"):
+    with pytest.raises(InputError, match=r"target_bits is 2, .* scales and all; choose a number in between"):
         choose_formats(job("target_bits=2.0"), tmp_path)
 
 
