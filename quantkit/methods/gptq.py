@@ -53,7 +53,7 @@ def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, options: GptqOp
     if bool(dead.all()):  # calibration never reached this layer
         return GptqResult(plain, rounding_loss, rounding_loss, 0.0)
     order = _order(hessian, options.order)
-    factor, damping = inverse_factor(hessian[order][:, order], dead[order], options.damping)
+    factor, damping = inverse_factor(hessian, order, options.damping)
     grid = _grid(weight, fmt, hessian, order, options)
     codes = _round_columns(weight.float().masked_fill(dead, 0.0)[:, order], grid, order, factor)
     quantized = replace(grid, codes=codes)
@@ -63,20 +63,24 @@ def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, options: GptqOp
     return GptqResult(quantized, loss, rounding_loss, damping)
 
 
-def inverse_factor(hessian: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The upper Cholesky factor of (H + damping)^-1; the damping grows tenfold until it exists. Changes `hessian`."""
+def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper Cholesky factor of (H + damping)^-1 with H's columns in an order, and the damping that was needed.
+
+    The damping grows tenfold until the factor exists. H is the largest thing in memory here: no copy outlives its use.
+    """
     diagonal = hessian.diagonal()
-    diagonal[dead] = 1.0  # inputs that are always zero: any weight will do
+    diagonal = torch.where(diagonal == 0, 1.0, diagonal)[order]  # inputs that are always zero: any weight will do
     mean = float(diagonal.mean())
-    added = 0.0
     while damping <= 1.0:
-        diagonal += damping * mean - added
-        added = damping * mean
-        lower, failed = torch.linalg.cholesky_ex(hessian)
+        damped = hessian[order[:, None], order]
+        damped.diagonal().copy_(diagonal + damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not bool(failed):
             inverse = torch.cholesky_inverse(lower)
             del lower
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            del inverse
             if not bool(failed) and bool(torch.isfinite(upper).all()):
                 return upper, damping
         damping *= 10

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+HOST_BYTES = 256 << 20  # more goes to disk, where the system's cache keeps it as long as memory is free
+
 Place = Literal["device", "host", "disk"]
 
 
@@ -66,7 +68,7 @@ def choose_place(nbytes: int, device: torch.device) -> Place:
         free, _ = torch.cuda.mem_get_info(device)
         if nbytes <= free // 8:
             return "device"
-    return "host" if nbytes <= available_memory() // 4 else "disk"
+    return "host" if nbytes <= min(HOST_BYTES, available_memory() // 4) else "disk"
 
 
 def available_memory() -> int:

@@ -23,7 +23,7 @@ from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 
 BATCH_TOKENS = 4096  # run through a block at once
-KEPT_INNER_BYTES = 1 << 30  # what lies between two linears is kept up to this size, else computed twice
+KEPT_INNER_BYTES = 512 << 20  # what lies between two linears is kept up to this size, else computed twice
 
 
 class CalibratedPass:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,25 +65,27 @@ class SensitivityPass:
         scored, fitted = self._begin(tokens)
         place = choose_place(len(self.groups) * scored.nbytes, self.runner.device)
         streams = Activations(self.runner.device, place, self._scratch)
+        fast = partial(fast_products, self.runner.device)
         found: list[Sensitivity] = []
         for layer, arguments in enumerate(self.runner.arguments(scored.shape[1])):
             halves = self.runner.load(layer, arguments)
-            for index, batch in enumerate(streams):
-                streams[index] = run_block(halves, batch)
+            with fast():
+                _advance(streams, partial(run_block, halves))
             branches = []
             for half, behind in ((halves[0], halves[1]), (halves[1], None)):
                 for trial in self._trials(layer, half, fitted, target_bits):
-                    branches.append(_branch(trial, half, behind, scored))
+                    with fast():
+                        branches.append(_branch(trial, half, behind, scored))
                     found.append(trial.result)
                     on_step(f"{trial.result.modules[0]}  measured", len(self.groups))
-                scored = half.close(scored, half.inner(scored))
-                with fast_products(self.runner.device):
-                    for index, batch in enumerate(fitted):
-                        fitted[index] = half.close(batch, half.inner(batch))
+                with fast():
+                    scored = _through(half, scored)
+                    _advance(fitted, partial(_through, half))
             if branches:
                 streams.append(torch.cat(branches))  # [groups * scored, length, hidden]
             self.runner.free(layer)
-        divergences = self._divergences(scored, streams)
+        with fast():
+            divergences = self._divergences(scored, streams)
         return [replace(each, kl=kl) for each, kl in zip(found, divergences, strict=True)]
 
     def _begin(self, tokens: Tensor) -> tuple[Tensor, Activations]:
@@ -144,8 +147,17 @@ class _Trial:
 def _branch(trial: _Trial, half: Half, behind: Half | None, scored: Tensor) -> Tensor:
     """The hidden states behind a block in which one group of this half has the weights of a probe."""
     with _replaced(trial.linears, trial.decoded):
-        states = half.close(scored, half.inner(scored))
-    return states if behind is None else behind.close(states, behind.inner(states))
+        states = _through(half, scored)
+    return states if behind is None else _through(behind, states)
+
+
+def _through(half: Half, states: Tensor) -> Tensor:
+    return half.close(states, half.inner(states))
+
+
+def _advance(states: Activations, step: Callable[[Tensor], Tensor]) -> None:
+    for index, batch in enumerate(states):
+        states[index] = step(batch)
 
 
 def _statistics(read: Callable[[Tensor], Tensor], states: Activations) -> InputStatistics:

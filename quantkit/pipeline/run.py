@@ -128,7 +128,7 @@ class _Clock:
 
 
 class _StateDue:
-    """Whether hidden states should be saved with a block: as long as that takes a tenth of the time at most.
+    """Whether hidden states should be saved with a block: as long as that takes a second, or a tenth of the time.
 
     A crash costs the blocks since the last save. Small models save with every block.
     """
@@ -138,7 +138,7 @@ class _StateDue:
 
     def __enter__(self) -> bool:
         self._began = self._now()
-        self._saving = self._began - self._saved >= 10 * self._cost
+        self._saving = self._cost < 1 or self._began - self._saved >= 10 * self._cost
         return self._saving
 
     def __exit__(self, *_: object) -> None:
