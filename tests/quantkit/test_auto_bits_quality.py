@@ -25,5 +25,5 @@ def test_three_and_a_half_bits_beat_the_line_between_three_and_four(tmp_path: Pa
     assert four.quality
     on_the_line = three.quality.kl + share * (four.quality.kl - three.quality.kl)
     assert auto.quality.kl < 0.9 * on_the_line  # measured 0.80
-    log = three.quality.perplexity + share * (four.quality.perplexity - three.quality.perplexity)
-    assert auto.quality.perplexity < log
+    line = three.quality.perplexity + share * (four.quality.perplexity - three.quality.perplexity)
+    assert auto.quality.perplexity < line

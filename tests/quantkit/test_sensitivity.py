@@ -62,7 +62,7 @@ def test_streams_equal_a_whole_model_with_one_group_rounded(
 ) -> None:
     monkeypatch.setattr(sensitivity, "fast_products", lambda _: nullcontext())  # the whole model has none
     model = small_model(FAMILIES[name], tmp_path)
-    tokens = torch.randint(1, 96, (SCORED + 2, 24))
+    tokens = torch.randint(1, 96, (4 * SCORED, 24))
     found = sensitivities(tmp_path, tmp_path, tokens, RtnOptions())
     assert [each.modules for each in found] == FAMILIES[name].linear_groups(SIZES)
     with torch.no_grad():
@@ -96,6 +96,18 @@ def test_streams_on_disk_and_one_block_at_a_time(tmp_path: Path, monkeypatch: py
     assert work.run(tokens, 3.5, look) == in_memory
     assert list(tmp_path.glob("activations-*"))
     assert seen == [each.modules[0] for each in in_memory]
+
+
+def test_long_sequences_are_cut_and_few_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_model(FAMILIES["llama"], tmp_path)
+    tokens = torch.randint(1, 96, (2, 50))
+    monkeypatch.setattr(sensitivity, "LENGTH", 24)
+    pieces = torch.cat([tokens[:, :24], tokens[:, 24:48]])
+    assert sensitivities(tmp_path, tmp_path, tokens, GptqOptions()) == sensitivities(
+        tmp_path, tmp_path, pieces, GptqOptions()
+    )
+    one = sensitivities(tmp_path, tmp_path, tokens[:1, :24], GptqOptions())
+    assert all(each.kl > 0 for each in one)
 
 
 def test_kept_layers_are_not_measured(tmp_path: Path) -> None:
