@@ -11,24 +11,20 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def human_bytes(count: float) -> str:
     """1234567 -> '1.23 MB' (decimal units, as disks and model cards count)."""
-    if abs(count) < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB"):
-        count /= 1000
-        if abs(count) < 1000:
-            return f"{count:.2f} {unit}"
-    return f"{count / 1000:.2f} GB"
+    return _scaled(count, ("B", "kB", "MB", "GB"), digits=2)
 
 
 def human_count(count: float) -> str:
     """1234567 -> '1.2 M'."""
-    if abs(count) < 1000:
-        return f"{count:.0f}"
-    for unit in ("k", "M"):
-        count /= 1000
-        if abs(count) < 1000:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1000:.1f} B"
+    return _scaled(count, ("", "k", "M", "B"), digits=1)
+
+
+def _scaled(count: float, units: tuple[str, ...], digits: int) -> str:
+    """In the largest unit that leaves a number of at least 1; whole numbers have no digits behind the point."""
+    power = 0
+    while abs(count) >= 1000 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.{digits if power else 0}f} {units[power]}".rstrip()
 
 
 def human_duration(seconds: float) -> str:
