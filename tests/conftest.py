@@ -45,3 +45,21 @@ def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def assert_refused(run_cli: Callable[..., tuple[int, str, str]]) -> Callable[..., None]:
+    """`assert_refused(folder, *arguments, words=...)`: one line, exit code 2, and the folder is as it was."""
+
+    def check(folder: Path, *args: object, words: tuple[str, ...]) -> None:
+        before = sorted(folder.rglob("*"))
+        code, out, err = run_cli(*args)
+        assert code == 2, err
+        assert out == ""
+        assert err.startswith("quantkit: ")
+        assert err.count("\n") == 1, err
+        for word in words:
+            assert word in err, err
+        assert sorted(folder.rglob("*")) == before
+
+    return check

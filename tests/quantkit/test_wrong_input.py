@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Cli = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., None]
 
 
 @pytest.fixture
@@ -23,28 +24,16 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def assert_refused(cli: Cli, folder: Path, *args: object, words: tuple[str, ...]) -> None:
-    before = sorted(folder.rglob("*"))
-    code, out, err = cli(*args)
-    assert code == 2, err
-    assert out == ""
-    assert err.startswith("quantkit: ")
-    assert err.count("\n") == 1, err
-    for word in words:
-        assert word in err, err
-    assert sorted(folder.rglob("*")) == before
-
-
 def quantize_args(model: object, output: Path, recipe: object = "rtn-w4g128", *more: object) -> tuple[object, ...]:
     return ("quantize", model, "-r", recipe, "-o", output, *more)
 
 
-def test_path_that_is_not_there(run_cli: Cli, tmp_path: Path) -> None:
+def test_path_that_is_not_there(assert_refused: Refused, tmp_path: Path) -> None:
     for command in (("inspect",), ("eval",), ("generate", "hello")):
         args = (command[0], tmp_path / "nowhere", *command[1:])
-        assert_refused(run_cli, tmp_path, *args, words=("nowhere", "config.json", "demo"))
+        assert_refused(tmp_path, *args, words=("nowhere", "config.json", "demo"))
     args = quantize_args(tmp_path / "nowhere", tmp_path / "out")
-    assert_refused(run_cli, tmp_path, *args, words=("nowhere", "hub name"))
+    assert_refused(tmp_path, *args, words=("nowhere", "hub name"))
 
 
 def test_unreachable_hub_name(tmp_path: Path) -> None:
@@ -55,130 +44,132 @@ def test_unreachable_hub_name(tmp_path: Path) -> None:
     assert "no folder 'some-org/some-model' here, and the hub" in run.stderr
 
 
-def test_folder_without_config(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_folder_without_config(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     (model / "config.json").unlink()
-    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=("config.json is missing",))
+    assert_refused(tmp_path, *quantize_args(model, tmp_path / "out"), words=("config.json is missing",))
 
 
-def test_broken_config(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_broken_config(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text('{"model_type": ')
-    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=("config.json", "JSON"))
+    assert_refused(tmp_path, *quantize_args(model, tmp_path / "out"), words=("config.json", "JSON"))
 
 
-def test_unknown_architecture(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_unknown_architecture(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "llamma"}))
     words = ("llamma", "did you mean 'llama'", "qwen3", "gemma2", "phi3")
-    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
+    assert_refused(tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
 
 
-def test_truncated_and_corrupted_weights(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_truncated_and_corrupted_weights(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     file = model / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     words = ("model.safetensors is truncated or corrupted",)
-    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
+    assert_refused(tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
     file.write_bytes(b"\xff" * 8 + whole[8:])
-    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
+    assert_refused(tmp_path, *quantize_args(model, tmp_path / "out"), words=words)
     file.write_bytes(b"")
-    assert_refused(run_cli, tmp_path, "inspect", model, words=words)
+    assert_refused(tmp_path, "inspect", model, words=words)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_nan_and_inf(run_cli: Cli, model: Path, tmp_path: Path, value: float, name: str) -> None:
+def test_nan_and_inf(assert_refused: Refused, model: Path, tmp_path: Path, value: float, name: str) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors[name].view(-1)[3] = value
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     args = quantize_args(model, tmp_path / "out")
-    assert_refused(run_cli, tmp_path, *args, words=(name, "NaN or Inf"))
+    assert_refused(tmp_path, *args, words=(name, "NaN or Inf"))
 
 
-def test_group_size_that_does_not_divide(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_group_size_that_does_not_divide(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     args = quantize_args(model, tmp_path / "out", "rtn-w4g128", "--set", "format.group_size=96")
     words = ("model.layers.0.self_attn.q_proj", "256", "96 does not divide", "choose a group size")
-    assert_refused(run_cli, tmp_path, *args, words=words)
+    assert_refused(tmp_path, *args, words=words)
 
 
-def test_unknown_recipe_key_and_command(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_unknown_recipe_key_and_command(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     args = quantize_args(model, tmp_path / "out", "rtn-w4g218")
-    assert_refused(run_cli, tmp_path, *args, words=("rtn-w4g218", "did you mean 'rtn-w4g128'"))
+    assert_refused(tmp_path, *args, words=("rtn-w4g218", "did you mean 'rtn-w4g128'"))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("summary: x\nmethod: rtn\nformat: {name: gptq, groupsize: 64}\n")
     args = quantize_args(model, tmp_path / "out", recipe)
-    assert_refused(run_cli, tmp_path, *args, words=("mine.yaml", "groupsize", "group_size"))
+    assert_refused(tmp_path, *args, words=("mine.yaml", "groupsize", "group_size"))
     args = quantize_args(model, tmp_path / "out", "nf4", "--set", "format.blok=32")
-    assert_refused(run_cli, tmp_path, *args, words=("blok", "block"))
-    assert_refused(run_cli, tmp_path, "quantise", words=("did you mean 'quantize'",))
-    assert_refused(run_cli, tmp_path, "quantize", model, words=("--recipe",))
+    assert_refused(tmp_path, *args, words=("blok", "block"))
+    assert_refused(tmp_path, "quantise", words=("did you mean 'quantize'",))
+    assert_refused(tmp_path, "quantize", model, words=("--recipe",))
 
 
-def test_output_that_exists(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_output_that_exists(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert_refused(run_cli, tmp_path, *quantize_args(model, tmp_path / "out"), words=("out exists", "--overwrite"))
+    assert_refused(tmp_path, *quantize_args(model, tmp_path / "out"), words=("out exists", "--overwrite"))
 
 
-def test_quantized_twice(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_quantized_twice(run_cli: Cli, assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     assert run_cli(*quantize_args(model, tmp_path / "once"))[0] == 0
     args = quantize_args(tmp_path / "once", tmp_path / "twice")
-    assert_refused(run_cli, tmp_path, *args, words=("quantized already", "convert"))
+    assert_refused(tmp_path, *args, words=("quantized already", "convert"))
 
 
-def test_missing_and_misshapen_tensors(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_missing_and_misshapen_tensors(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     short = {name: tensor for name, tensor in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
     save_file(short, model / "model.safetensors", metadata={"format": "pt"})
     args = quantize_args(model, tmp_path / "out")
-    assert_refused(run_cli, tmp_path, *args, words=("model.layers.1.mlp.up_proj.weight", "incomplete"))
-    assert_refused(run_cli, tmp_path, "eval", model, words=("lacks", "model.layers.1.mlp.up_proj.weight"))
+    assert_refused(tmp_path, *args, words=("model.layers.1.mlp.up_proj.weight", "incomplete"))
+    assert_refused(tmp_path, "eval", model, words=("lacks", "model.layers.1.mlp.up_proj.weight"))
     wide = tensors | {"model.norm.weight": torch.ones(255)}
     save_file(wide, model / "model.safetensors", metadata={"format": "pt"})
-    assert_refused(run_cli, tmp_path, "eval", model, words=("model.norm.weight", "(255,)", "(256,)"))
+    assert_refused(tmp_path, "eval", model, words=("model.norm.weight", "(255,)", "(256,)"))
 
 
-def test_quantized_checkpoint_without_a_part(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_quantized_checkpoint_without_a_part(
+    run_cli: Cli, assert_refused: Refused, model: Path, tmp_path: Path
+) -> None:
     assert run_cli(*quantize_args(model, tmp_path / "q"))[0] == 0
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.scales"]
     save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
-    assert_refused(run_cli, tmp_path, "inspect", tmp_path / "q", words=("model.layers.0.mlp.up_proj.scales", "missing"))
+    assert_refused(tmp_path, "inspect", tmp_path / "q", words=("model.layers.0.mlp.up_proj.scales", "missing"))
 
 
-def test_unknown_quantization_method(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_unknown_quantization_method(assert_refused: Refused, model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
-    assert_refused(run_cli, tmp_path, "inspect", model, words=("'hqq' is not supported", "compressed-tensors"))
+    assert_refused(tmp_path, "inspect", model, words=("'hqq' is not supported", "compressed-tensors"))
 
 
-def test_text_shorter_than_a_window(run_cli: Cli, tmp_path: Path) -> None:
+def test_text_shorter_than_a_window(assert_refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     args = ("eval", "demo", "--text", tmp_path / "short.txt")
-    assert_refused(run_cli, tmp_path, *args, words=("short.txt", "less than one window"))
-    assert_refused(run_cli, tmp_path, "eval", "demo", "--text", tmp_path / "none.txt", words=("none.txt",))
-    assert_refused(run_cli, tmp_path, "eval", "demo", "--window", 99999, words=("99999", "does not fit"))
+    assert_refused(tmp_path, *args, words=("short.txt", "less than one window"))
+    assert_refused(tmp_path, "eval", "demo", "--text", tmp_path / "none.txt", words=("none.txt",))
+    assert_refused(tmp_path, "eval", "demo", "--window", 99999, words=("99999", "does not fit"))
 
 
-def test_calibration_that_cannot_work(run_cli: Cli, tmp_path: Path) -> None:
+def test_calibration_that_cannot_work(assert_refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     args = quantize_args("demo", tmp_path / "out", "gptq-w4g128")
     words = ("empty.txt", "0 tokens", "longer text")
-    assert_refused(run_cli, tmp_path, *args, "--text", tmp_path / "empty.txt", words=words)
-    assert_refused(run_cli, tmp_path, *args, "--seq-len", 4096, words=("4096", "2 to 2048"))
-    assert_refused(run_cli, tmp_path, *args, "--samples", 0, words=("0 samples",))
+    assert_refused(tmp_path, *args, "--text", tmp_path / "empty.txt", words=words)
+    assert_refused(tmp_path, *args, "--seq-len", 4096, words=("4096", "2 to 2048"))
+    assert_refused(tmp_path, *args, "--samples", 0, words=("0 samples",))
     args = quantize_args("demo", tmp_path / "out", "gptq-w4g128", "--set", "format={name: nf4}", "--samples", 1)
-    assert_refused(run_cli, tmp_path, *args, words=("integer grid", "'nf4'"))
+    assert_refused(tmp_path, *args, words=("integer grid", "'nf4'"))
 
 
-def test_devices_that_are_not_here(run_cli: Cli, tmp_path: Path) -> None:
-    assert_refused(run_cli, tmp_path, "eval", "demo", "--device", "tpu", words=("'tpu'", "cpu or cuda"))
+def test_devices_that_are_not_here(assert_refused: Refused, tmp_path: Path) -> None:
+    assert_refused(tmp_path, "eval", "demo", "--device", "tpu", words=("'tpu'", "cpu or cuda"))
     if not torch.cuda.is_available():
-        assert_refused(run_cli, tmp_path, "generate", "demo", "x", "--device", "cuda", words=("sees no GPU",))
+        assert_refused(tmp_path, "generate", "demo", "x", "--device", "cuda", words=("sees no GPU",))
 
 
-def test_generate_limits(run_cli: Cli, tmp_path: Path) -> None:
-    assert_refused(run_cli, tmp_path, "generate", "demo", "", words=("prompt is empty",))
+def test_generate_limits(assert_refused: Refused, tmp_path: Path) -> None:
+    assert_refused(tmp_path, "generate", "demo", "", words=("prompt is empty",))
     args = ("generate", "demo", "x", "--max-tokens", 5000)
-    assert_refused(run_cli, tmp_path, *args, words=("exceed the model's context of 2048",))
+    assert_refused(tmp_path, *args, words=("exceed the model's context of 2048",))
 
 
 def limit_file_size() -> None:
