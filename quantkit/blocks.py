@@ -159,17 +159,26 @@ class BlockRunner:
         norm = self.model.get_submodule("norm")
         norm.load_state_dict({"weight": self._outer_tensor("norm.weight")}, assign=True)
         normed = norm(hidden)
-        pieces = self._output_matrix.split(VOCABULARY_PIECE)
-        logits = torch.cat([normed @ rows.to(self.dtype).T for rows in pieces], -1).float()
+        logits = torch.cat([normed @ rows.to(self.dtype).T for rows in self._output_rows()], -1).float()
         cap = self.checkpoint.config.get("final_logit_softcapping", self.family.final_logit_softcapping)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def _output_rows(self) -> Iterator[Tensor]:
+        """The output matrix in pieces: a GPU keeps it, on the CPU each piece is mapped from its file and let go."""
+        if self.device.type != "cpu":
+            yield from self._output_matrix.split(VOCABULARY_PIECE)
+            return
+        for start in range(0, self.checkpoint.tensors[self._output_name].info.shape[0], VOCABULARY_PIECE):
+            yield self.checkpoint.rows(self._output_name, slice(start, start + VOCABULARY_PIECE))
+
     @cached_property
     def _output_matrix(self) -> Tensor:
-        """As it is stored: on the CPU it stays in its file until it is used."""
+        return self.checkpoint.tensor(self._output_name).to(self.device)
+
+    @property
+    def _output_name(self) -> str:
         tied = self.family.tied(self.checkpoint.config)
-        name = f"{self._outer}.embed_tokens.weight" if tied else "lm_head.weight"
-        return self.checkpoint.tensor(name).to(self.device)
+        return f"{self._outer}.embed_tokens.weight" if tied else "lm_head.weight"
 
     def _outer_tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(f"{self._outer}.{name}").to(self.device, self.dtype)

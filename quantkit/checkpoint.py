@@ -81,7 +81,7 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise _broken(file, error) from error
 
-    def rows(self, name: str, index: Tensor) -> Tensor:
+    def rows(self, name: str, index: Tensor | slice) -> Tensor:
         """Some rows of a tensor. Files are mapped into memory, so the others are never read."""
         return self.tensor(name)[index]
 
