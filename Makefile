@@ -26,7 +26,7 @@ format: $(VENV)/ready
 
 # On a machine with a CUDA device and its own torch: no virtual environment is made.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m "gpu or kernel"
 
 test-interop: .venv-interop/ready
 	.venv-interop/bin/python -m pytest -m interop tests/interop

@@ -1,7 +1,7 @@
 """One block of GPTQ's rounding on a GPU: up to 128 columns, one after the other, in a single launch.
 
 Layout   block, scale, zero, codes, errors  [columns, out], contiguous; factor [columns, columns] in any layout
-Meaning  `reference.round_columns`: round column i to its grid, divide the error by factor[i, i], subtract
+Meaning  `reference.gptq.round_columns`: round column i to its grid, divide the error by factor[i, i], subtract
          factor[i, j] * error from every later column j
 Limits   at most 128 columns; float32 throughout
 

@@ -1,10 +1,15 @@
 """Shared fixtures: tiny random models saved as real checkpoints. Nothing here needs a network or a GPU."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it once, when transformers imports it
+
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
 from quantkit.formats.integer import contiguous_groups
-from quantkit.kernels import reference
+from quantkit.kernels.reference import gptq as reference
 from quantkit.methods.grid import search_grid
 from quantkit.methods.losses import better_rows, output_loss
 from quantkit.methods.options import GptqOptions

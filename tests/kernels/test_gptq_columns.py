@@ -1,12 +1,12 @@
 """The GPTQ kernel against its meaning in torch; under Triton's interpreter where there is no GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from quantkit.kernels.gptq_columns import round_columns
+from quantkit.kernels.reference import gptq as reference
+
+pytestmark = pytest.mark.kernel
 
 SHAPES = [(128, 40), (128, 32), (57, 33), (1, 5), (128, 1)]
 
@@ -20,10 +20,8 @@ def make(width: int, out: int, device: str) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(device) for tensor in (block, scale, zero, whole))
 
 
-def compare(width: int, out: int, device: str) -> None:
-    from quantkit.kernels import reference
-    from quantkit.kernels.gptq_columns import round_columns
-
+@pytest.mark.parametrize(("width", "out"), SHAPES)
+def test_columns_as_in_torch(width: int, out: int, device: str) -> None:
     block, scale, zero, whole = make(width, out, device)
     factor = whole[:width, :width]  # a slice of a larger matrix, as GPTQ passes it
     codes, errors = round_columns(block, scale, zero, factor, 15)
@@ -33,18 +31,3 @@ def compare(width: int, out: int, device: str) -> None:
     untouched = same.all(0)  # outputs without such a tie
     assert bool(untouched.any())
     assert torch.allclose(errors[:, untouched], expected_errors[:, untouched], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("width", "out"), [*SHAPES, (128, 5000)])
-def test_on_a_gpu(width: int, out: int) -> None:
-    compare(width, out, "cuda")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_under_the_interpreter() -> None:
-    """In a process of its own: Triton decides once, at import, whether it interprets."""
-    code = f"from test_gptq_columns import *\nfor shape in {SHAPES}: compare(*shape, 'cpu')"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr

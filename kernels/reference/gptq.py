@@ -1,4 +1,4 @@
-"""What every kernel means, in plain torch: the standard that tests compare with, and what runs without a GPU."""
+"""What the GPTQ kernel means, in plain torch: the standard that tests compare with, and what runs without a GPU."""
 
 from __future__ import annotations
 
