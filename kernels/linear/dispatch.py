@@ -1,0 +1,156 @@
+"""Which kernel, cut how, for a weight and a number of tokens: one table decides, and can say why.
+
+The table of a GPU is a JSON file: `tuned/nvidia-h200.json` ships with quantkit, others are made once by `tuning.py` and
+kept in the user's cache. It maps
+
+    kind of weight ("int4-g128") -> "outputs x inputs" -> most tokens ("16") -> [kernel, *numbers of its config]
+
+A shape that nobody measured gets the defaults below, with as many splits as fill the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from quantkit.kernels.linear.eight_bit import EightBitWeight
+from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
+from quantkit.kernels.linear.packed import PackedWeight
+from quantkit.kernels.linear.skinny import SkinnyConfig
+
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens; the last one stands for everything above too
+SHIPPED = Path(__file__).parent / "tuned"
+Table = Mapping[str, Mapping[str, Mapping[str, list[Any]]]]
+
+# Most tokens -> tile and programs per multiprocessor that the sweep on an H200 favoured (docs/kernels.md).
+_SKINNY = {
+    8: (SkinnyConfig(32, 8, 2, 3), 7),
+    16: (SkinnyConfig(64, 16, 4, 3), 6),
+    32: (SkinnyConfig(64, 32, 4, 3), 4),
+    64: (SkinnyConfig(64, 64, 4, 3), 3),
+    128: (SkinnyConfig(64, 128, 4, 3), 2),
+    256: (SkinnyConfig(64, 128, 4, 3), 2),
+}
+_EIGHT_BIT = {
+    8: (EightBitConfig(32, 8, 256, 2, 3), 7),
+    16: (EightBitConfig(64, 16, 128, 2, 4), 4),
+    32: (EightBitConfig(64, 32, 256, 4, 3), 3),
+    64: (EightBitConfig(64, 64, 128, 4, 4), 2),
+    128: (EightBitConfig(128, 64, 128, 4, 4), 2),
+    256: (EightBitConfig(128, 64, 128, 4, 4), 2),
+    512: (EightBitConfig(128, 128, 128, 4, 3), 1),
+    1024: (EightBitConfig(128, 128, 128, 4, 3), 1),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`kernel` is skinny, dequantize (then a plain matmul), eight_bit or scaled_mm (torch's own, for FP8)."""
+
+    kernel: str
+    config: SkinnyConfig | EightBitConfig | None
+    why: str
+
+
+def choose(weight: PackedWeight | EightBitWeight, tokens: int, table: Table | None = None) -> Choice:
+    """The kernel for this many tokens, from the table of the weight's GPU unless another is given."""
+    if table is None:
+        table = table_of(device_name(weight.device))
+    most = bucket(tokens)
+    shape = f"{weight.outputs}x{weight.inputs}"
+    for kind in (weight_kind(weight), relative_of(weight)):
+        entry = table.get(kind, {}).get(shape, {}).get(str(most))
+        if entry is not None and (kind == weight_kind(weight) or entry[0] != "scaled_mm"):
+            return from_entry(entry, f"measured for {kind} {shape} at {most} tokens")
+    return default_choice(weight, most, multiprocessors(weight.device))
+
+
+def default_choice(weight: PackedWeight | EightBitWeight, most: int, processors: int) -> Choice:
+    """What an unmeasured shape gets."""
+    why = f"no measurement of {weight_kind(weight)} {weight.outputs}x{weight.inputs} on this GPU"
+    if isinstance(weight, EightBitWeight):
+        config, programs = _EIGHT_BIT[most]
+        steps = weight.columns // config.depth
+        if weight.columns % config.depth or weight.scales.ndim == 2:  # 128 divides every weight's columns and blocks
+            config, steps = replace(config, depth=128), weight.columns // 128
+        tiles = triton.cdiv(weight.outputs, config.outputs) * triton.cdiv(most, config.tokens)
+        return Choice("eight_bit", replace(config, splits=splits(tiles, steps, processors * programs)), why)
+    if most not in _SKINNY:
+        return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
+    skinny, programs = _SKINNY[most]
+    tiles = triton.cdiv(weight.outputs, skinny.outputs) * triton.cdiv(most, skinny.tokens)
+    return Choice("skinny", replace(skinny, splits=splits(tiles, weight.chunks, processors * programs)), why)
+
+
+def splits(tiles: int, steps: int, programs: int) -> int:
+    """The power of two that brings tiles nearest to the wanted number of programs, with two steps each at least."""
+    wanted = 1
+    while wanted * 2 * tiles <= programs and wanted * 4 <= steps:
+        wanted *= 2
+    return wanted
+
+
+def bucket(tokens: int) -> int:
+    return next((most for most in BUCKETS if tokens <= most), BUCKETS[-1])
+
+
+def weight_kind(weight: PackedWeight | EightBitWeight) -> str:
+    """Weights of one kind run the same code."""
+    if isinstance(weight, EightBitWeight):
+        return f"{weight.kind}-{weight.activations}" + ("-blocks" if weight.scales.ndim == 2 else "")
+    group = "row" if weight.one_group else f"g{weight.group}"
+    extras = ("-zeros" if weight.zeros is not None else "") + ("-nested" if weight.nested is not None else "")
+    return f"{weight.kind}-{group}{extras}"
+
+
+def relative_of(weight: PackedWeight | EightBitWeight) -> str:
+    """The kind whose measurements serve for kinds that nobody measured: the same work per weight, or nearly."""
+    if isinstance(weight, EightBitWeight):
+        return f"{weight.kind}-token" if weight.scales.ndim == 1 else ""
+    return {"nf4": "nf4-g64-nested", "fp4": "nf4-g64-nested", "int8": "int8-g128"}.get(weight.kind, "int4-g128")
+
+
+def from_entry(entry: list[Any], why: str) -> Choice:
+    kernel, *numbers = entry
+    if kernel == "skinny":
+        return Choice(kernel, SkinnyConfig(*numbers), why)
+    return Choice(kernel, EightBitConfig(*numbers) if kernel == "eight_bit" else None, why)
+
+
+def to_entry(choice: Choice) -> list[Any]:
+    return [choice.kernel, *(astuple(choice.config) if choice.config is not None else ())]
+
+
+@cache
+def table_of(gpu: str) -> Table:
+    """The table of a GPU by its name: shipped, or tuned earlier on this machine; empty when there is neither."""
+    for folder in (cache_folder(), SHIPPED):
+        file = folder / f"{gpu}.json"
+        if file.exists():
+            table: Table = json.loads(file.read_text(encoding="utf-8"))
+            return table
+    return {}
+
+
+def cache_folder() -> Path:
+    return Path.home() / ".cache" / "quantkit" / "tuned"
+
+
+def device_name(device: torch.device) -> str:
+    """`nvidia-h200` of `NVIDIA H200`."""
+    if device.type != "cuda":
+        return device.type
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,249 @@
+"""Matmul of 8-bit weights with 8-bit activations, rescaled in the same kernel; LLM.int8's outliers included.
+
+Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; weight as in `eight_bit.py`; y [tokens, outputs]
+Meaning  `reference.linear.eight_bit`: y = served_inputs(x) @ dequantize(weight).T + bias
+Limits   as many inputs as `quantize_rows.py` takes
+
+Integers are summed exactly in int32, float8 in float32. The columns with outliers, which `quantize_rows` has listed,
+are gathered 32 at a time: their bytes become 16-bit operands, and the products are exact in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.assembly import TRITON
+from quantkit.kernels.linear.eight_bit import EightBitWeight
+from quantkit.kernels.linear.packed import CHUNK, TICKETS
+from quantkit.kernels.linear.quantize_rows import QuantizedRows, quantize_rows
+from quantkit.kernels.linear.splits import add_in_order
+from quantkit.kernels.linear.unpack import to_half
+
+NAME = "8-bit matmul"
+
+CHANGING = ("tokens", "per_split", "splits")  # from call to call: not worth a compilation each
+
+
+@dataclass(frozen=True)
+class EightBitConfig:
+    """How the work is cut; `depth` is how many inputs one step takes."""
+
+    outputs: int = 64
+    tokens: int = 16
+    depth: int = 128
+    warps: int = 4
+    stages: int = 4
+    splits: int = 1
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _eight_bit(
+    x,
+    codes,
+    code_scales,
+    outliers,
+    weights,
+    weight_scales,
+    bias,
+    y,
+    partial,
+    tickets,
+    tokens,
+    outputs,
+    inputs,
+    columns,
+    per_split,
+    splits,
+    x_stride,
+    y_stride,
+    FLOAT8: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXACT: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    here = token < tokens
+    step = tl.arange(0, DEPTH)
+    first = split * per_split
+    last_step = tl.minimum(first + per_split, columns // DEPTH)
+    weight_rows = weights + row.to(tl.int64)[:, None] * columns
+    if FLOAT8:
+        acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    else:
+        acc = tl.zeros((OUTPUTS, TOKENS), tl.int32)
+    for position in range(first, last_step):
+        column = position * DEPTH + step
+        weight = tl.load(weight_rows + column[None, :], eviction_policy="evict_first")
+        if EXACT:
+            mask = here[None, :] & (column < inputs)[:, None]
+            value = tl.load(x + token[None, :].to(tl.int64) * x_stride + column[:, None], mask=mask, other=0.0)
+            product = _dot(weight.to(DTYPE), value, INTERPRET)
+            if BLOCKS:
+                product *= tl.load(weight_scales + row // 128 * (columns // 128) + position * DEPTH // 128)[:, None]
+            acc += product
+        else:
+            value = tl.load(
+                codes + token[None, :].to(tl.int64) * columns + column[:, None], mask=here[None, :], other=0.0
+            )
+            if BLOCKS:
+                block = position * DEPTH // 128
+                scale = tl.load(weight_scales + row // 128 * (columns // 128) + block)
+                token_scale = tl.load(code_scales + token * (columns // 128) + block, mask=here, other=0.0)
+                acc += _dot(weight, value, INTERPRET) * (scale[:, None] * token_scale[None, :])
+            elif FLOAT8:
+                acc += _dot(weight, value, INTERPRET)
+            else:
+                acc = tl.dot(weight, value, acc, out_dtype=tl.int32)
+    result = acc.to(tl.float32)
+    if not BLOCKS:
+        if not EXACT:
+            result *= tl.load(code_scales + token, mask=here, other=0.0)[None, :]
+        if OUTLIERS:
+            result += _outliers(x, outliers, weight_rows, token, here, x_stride, split, splits, DTYPE, INTERPRET,
+                                OUTPUTS, TOKENS)  # fmt: skip
+        result *= tl.load(weight_scales + row)[:, None]
+    result, last = add_in_order(result, partial, tickets, split, splits, OUTPUTS, TOKENS)
+    if last:
+        if HAS_BIAS:
+            result += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(
+            y + token[None, :].to(tl.int64) * y_stride + row[:, None],
+            to_half(result, DTYPE, INTERPRET),
+            mask=here[None, :] & (row < outputs)[:, None],
+        )
+
+
+@triton.jit
+def _outliers(
+    x,
+    outliers,
+    weight_rows,
+    token,
+    here,
+    x_stride,
+    split,
+    splits,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The share of this split in the product of outlier columns with their weight codes, float32."""
+    total = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    count = tl.load(outliers)
+    for first in range(split * 32, count, splits * 32):
+        index = first + tl.arange(0, 32)
+        inside = index < count
+        column = tl.load(outliers + 1 + index, mask=inside, other=0)
+        weight = tl.load(weight_rows + column[None, :], mask=inside[None, :], other=0)
+        mask = here[None, :] & inside[:, None]
+        value = tl.load(x + token[None, :].to(tl.int64) * x_stride + column[:, None], mask=mask, other=0.0)
+        total += _dot(weight.to(tl.float32).to(DTYPE), value, INTERPRET)
+    return total
+
+
+@triton.jit
+def _dot(weight, x, INTERPRET: tl.constexpr):
+    if INTERPRET:  # where products of bfloat16 are wrong
+        return tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(weight, x)
+
+
+def matmul(
+    x: Tensor, weight: EightBitWeight, config: EightBitConfig, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """y [tokens, outputs] in x's dtype."""
+    check_arguments(x, weight, bias, out)
+    y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
+    if x.shape[0] == 0:
+        return y
+    rows = None if weight.activations == "exact" else quantize_rows(x, weight)
+    launch(x, rows, weight, config, bias, y)
+    return y
+
+
+def launch(
+    x: Tensor,
+    rows: QuantizedRows | None,
+    weight: EightBitWeight,
+    config: EightBitConfig,
+    bias: Tensor | None,
+    y: Tensor,
+) -> None:
+    """The matmul alone, for activations that are quantized already."""
+    tokens = x.shape[0]
+    tiles = (triton.cdiv(tokens, config.tokens), triton.cdiv(weight.outputs, config.outputs))
+    if weight.columns % config.depth or (weight.scales.ndim == 2 and config.depth != CHUNK):
+        raise InputError(
+            f"{NAME}: a depth of {config.depth} does not fit {weight.columns} columns or blocks of {CHUNK}"
+        )
+    steps = weight.columns // config.depth
+    per_split = triton.cdiv(steps, config.splits)
+    splits = triton.cdiv(steps, per_split)  # none of them empty
+    if splits > 1 and tiles[0] * tiles[1] > TICKETS:
+        raise InputError(f"{NAME}: {tiles[0] * tiles[1]} tiles share their inputs, but at most {TICKETS} can")
+    shared = tiles[0] * tiles[1] * splits * config.outputs * config.tokens if splits > 1 else 0
+    partial = torch.empty(shared, dtype=torch.float32, device=x.device)
+    _eight_bit[(*tiles, splits)](
+        x,
+        rows.codes if rows else None,
+        rows.scales if rows else None,
+        rows.outliers if rows else None,
+        weight.values,
+        weight.scales,
+        bias,
+        y,
+        partial,
+        weight.tickets,
+        tokens,
+        weight.outputs,
+        weight.inputs,
+        weight.columns,
+        per_split,
+        splits,
+        x.stride(0),
+        y.stride(0),
+        FLOAT8=weight.kind == "fp8",
+        BLOCKS=weight.scales.ndim == 2,
+        EXACT=weight.activations == "exact",
+        OUTLIERS=weight.activations == "outliers",
+        HAS_BIAS=bias is not None,
+        DTYPE=TRITON[x.dtype],
+        INTERPRET=triton.knobs.runtime.interpret,
+        OUTPUTS=config.outputs,
+        TOKENS=config.tokens,
+        DEPTH=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def check_arguments(x: Tensor, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None) -> None:
+    """Everything that would go wrong on the device, said before anything is launched."""
+    check_shape(NAME, "x", x, (None, weight.inputs))
+    check_dtype(NAME, "x", x, HALVES)
+    check_rows(NAME, "x", x)
+    check_same_device(NAME, x=x, weight=weight.values, bias=bias, out=out)
+    if bias is not None:
+        check_shape(NAME, "bias", bias, (weight.outputs,))
+        check_rows(NAME, "bias", bias)
+    if out is not None:
+        check_shape(NAME, "out", out, (x.shape[0], weight.outputs))
+        check_dtype(NAME, "out", out, (x.dtype,))
+        check_rows(NAME, "out", out)

@@ -1,0 +1,241 @@
+"""Weight-only matmul for few tokens: codes become tensor-core operands in registers, and never touch memory decoded.
+
+Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; weight as in `packed.py`; y [tokens, outputs]
+Meaning  `reference.linear.weight_only`: y = x @ dequantize(weight).T + bias, accumulated in float32
+Limits   any number of tokens, but made for 1 to about 128: every tile of tokens reads the weight once more
+
+The weight is the left operand (y^T = W x^T): on Hopper that is wgmma with its left side in registers. Programs share a
+tile of outputs by splitting the inputs; each stores its part, takes a ticket, and the last one adds the parts in order,
+so that results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.assembly import PTX, TRITON, assembly
+from quantkit.kernels.linear.packed import TICKETS, PackedWeight
+from quantkit.kernels.linear.splits import add_in_order
+from quantkit.kernels.linear.unpack import (
+    decode_slabs,
+    load_scales,
+    load_zeros,
+    multiply,
+    operand,
+    to_half,
+)
+
+NAME = "weight-only matmul"
+
+CHANGING = ("tokens", "chunks", "per_split", "splits")  # from call to call: not worth a compilation each
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """How the work is cut; `splits` is how many programs share the inputs of one tile."""
+
+    outputs: int = 64
+    tokens: int = 16
+    warps: int = 4
+    stages: int = 4
+    splits: int = 1
+    scale_first: bool = False  # scale the operands (16 bit) instead of the products (float32)
+
+
+@triton.jit
+def _dot(weight, x, acc, INTERPRET: tl.constexpr):
+    if INTERPRET:  # where products of bfloat16 are wrong
+        return tl.dot(weight.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(weight, x, acc)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _skinny(
+    x,
+    words,
+    high,
+    scales,
+    zeros,
+    nested,
+    nested_table,
+    nested_scales,
+    nested_offset,
+    table,
+    bias,
+    y,
+    partial,
+    tickets,
+    tokens,
+    outputs,
+    inputs,
+    rows,
+    chunks,
+    per_split,
+    splits,
+    x_stride,
+    y_stride,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NESTED_EVERY: tl.constexpr,
+    WHOLE_CHUNKS: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,
+    ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    here = token < tokens
+    lane = tl.arange(0, 16)
+    WIDTH: tl.constexpr = GROUP if GROUP < 128 else 128  # inputs of one chunk that share a scale
+    DEPTH: tl.constexpr = 128 if SCALE_FIRST else WIDTH
+    column = tl.arange(0, DEPTH)
+    groups = 1 if ONE_GROUP else (inputs + GROUP - 1) // GROUP
+    acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    first = split * per_split
+    end = tl.minimum(first + per_split, chunks)
+    stored = nested if NESTED_EVERY > 0 else scales
+    for chunk in range(first, end):
+        place = (chunk * rows + row[:, None]) * 16 + lane[None, :]
+        packed = tl.load(words + place, eviction_policy="evict_first")
+        above = packed
+        if KIND == "int3" or KIND == "int8":
+            above = tl.load(high + place, eviction_policy="evict_first")
+        factors = load_scales(stored, nested_table, nested_scales, nested_offset, chunk, row, rows, groups, GROUP,
+                              ONE_GROUP, NESTED_EVERY)  # fmt: skip
+        origins = load_zeros(zeros, chunk, row, rows, GROUP, ONE_GROUP, HAS_ZEROS)
+        slabs = decode_slabs(packed, above, origins, table, KIND, MIDDLE, DTYPE, ASM, CONSTRAINTS, INTERPRET)
+        if SCALE_FIRST:
+            slabs = _scale_slabs(slabs, factors, WIDTH, OUTPUTS, DTYPE, INTERPRET)
+        for part in tl.static_range(128 // DEPTH):
+            at = chunk * 128 + part * DEPTH + column
+            mask = here[None, :]
+            if not WHOLE_CHUNKS:
+                mask = mask & (at < inputs)[:, None]
+            values = tl.load(x + token[None, :] * x_stride + at[:, None], mask=mask, other=0.0)  # [DEPTH, TOKENS]
+            weight = operand(slabs, part, DEPTH, OUTPUTS)
+            if SCALE_FIRST or ONE_GROUP:
+                acc = _dot(weight, values, acc, INTERPRET)
+            else:
+                acc += _dot(weight, values, None, INTERPRET) * factors[part][:, None]
+    if ONE_GROUP and not SCALE_FIRST:
+        factors = load_scales(stored, nested_table, nested_scales, nested_offset, 0, row, rows, 1, GROUP, True,
+                              NESTED_EVERY)  # fmt: skip
+        acc *= factors[0][:, None]
+    acc, last = add_in_order(acc, partial, tickets, split, splits, OUTPUTS, TOKENS)
+    if last:
+        if HAS_BIAS:
+            acc += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(
+            y + token[None, :].to(tl.int64) * y_stride + row[:, None],
+            to_half(acc, DTYPE, INTERPRET),
+            mask=here[None, :] & (row < outputs)[:, None],
+        )
+
+
+@triton.jit
+def _scale_slabs(
+    slabs, factors, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """Slabs times the scale of their group, in 16 bit."""
+    done = ()
+    for part in tl.static_range(128 // WIDTH):
+        factor = tl.broadcast_to(to_half(factors[part], DTYPE, INTERPRET)[:, None], (OUTPUTS, 16))
+        for slab in tl.static_range(WIDTH // 16):
+            done += (multiply(slabs[part * (WIDTH // 16) + slab], factor, DTYPE, INTERPRET),)  # type: ignore[assignment]
+    return done
+
+
+def matmul(
+    x: Tensor, weight: PackedWeight, config: SkinnyConfig, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """y [tokens, outputs] in x's dtype."""
+    check_arguments(x, weight, bias, out)
+    tokens = x.shape[0]
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    y = x.new_empty(tokens, weight.outputs) if out is None else out
+    if tokens == 0:
+        return y
+    tiles = (triton.cdiv(tokens, config.tokens), triton.cdiv(weight.outputs, config.outputs))
+    per_split = triton.cdiv(weight.chunks, config.splits)
+    splits = triton.cdiv(weight.chunks, per_split)  # none of them empty
+    if splits > 1 and tiles[0] * tiles[1] > TICKETS:
+        raise InputError(f"{NAME}: {tiles[0] * tiles[1]} tiles share their inputs, but at most {TICKETS} can")
+    partial = x.new_empty(tiles[0] * tiles[1] * splits * config.outputs * config.tokens if splits > 1 else 0,
+                          dtype=torch.float32)  # fmt: skip
+    text, constraints = assembly(weight.kind, PTX[x.dtype], weight.table_values, weight.zero_points)
+    nested = weight.nested
+    _skinny[(*tiles, splits)](
+        x,
+        weight.words,
+        weight.high,
+        weight.scales,
+        weight.zeros,
+        nested.codes if nested else None,
+        nested.table if nested else None,
+        nested.scales if nested else None,
+        nested.offset if nested else 0.0,
+        weight.table,
+        bias,
+        y,
+        partial,
+        weight.tickets,
+        tokens,
+        weight.outputs,
+        weight.inputs,
+        weight.rows,
+        weight.chunks,
+        per_split,
+        splits,
+        x.stride(0),
+        y.stride(0),
+        KIND=weight.kind,
+        GROUP=weight.group,
+        ONE_GROUP=weight.one_group,
+        MIDDLE=weight.middle,
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_BIAS=bias is not None,
+        NESTED_EVERY=nested.every if nested else 0,
+        WHOLE_CHUNKS=weight.inputs % 128 == 0,
+        SCALE_FIRST=config.scale_first,
+        ASM=text,
+        CONSTRAINTS=constraints,
+        DTYPE=TRITON[x.dtype],
+        INTERPRET=triton.knobs.runtime.interpret,
+        OUTPUTS=config.outputs,
+        TOKENS=config.tokens,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return y
+
+
+def check_arguments(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None) -> None:
+    """Everything that would go wrong on the device, said before anything is launched."""
+    check_shape(NAME, "x", x, (None, weight.inputs))
+    check_dtype(NAME, "x", x, HALVES)
+    check_rows(NAME, "x", x)
+    check_same_device(NAME, x=x, weight=weight.words, bias=bias, out=out)
+    if bias is not None:
+        check_shape(NAME, "bias", bias, (weight.outputs,))
+        check_rows(NAME, "bias", bias)
+    if out is not None:
+        check_shape(NAME, "out", out, (x.shape[0], weight.outputs))
+        check_dtype(NAME, "out", out, (x.dtype,))
+        check_rows(NAME, "out", out)

@@ -1,0 +1,153 @@
+"""Finding the fastest choice for every number of tokens, by measuring on the GPU that is there.
+
+Candidates are those that won somewhere in a wide sweep on an H200. A choice whose result differs from the plain
+meaning is never taken. `save` keeps a table where `dispatch.py` finds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.linear import op, scaled_mm
+from quantkit.kernels.linear.dispatch import BUCKETS, Choice, to_entry, weight_kind
+from quantkit.kernels.linear.eight_bit import EightBitWeight
+from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
+from quantkit.kernels.linear.packed import TICKETS, PackedWeight
+from quantkit.kernels.linear.skinny import SkinnyConfig
+from quantkit.kernels.reference.compare import relative_error
+
+_COLD = 130e6  # bytes of weight copies that leave a cache of 60 MB cold
+_SPLITS = (1, 2, 4, 8, 16)
+
+# Most tokens -> (outputs, tokens, warps, stages, scale first)
+_SKINNY: dict[int, list[tuple[int, int, int, int, bool]]] = {
+    8: [(32, 8, 2, 3, False), (64, 8, 4, 3, False), (64, 8, 2, 3, False), (128, 8, 4, 3, False), (32, 8, 1, 3, False),
+        (64, 8, 1, 3, False)],
+    16: [(32, 16, 2, 3, False), (64, 16, 4, 3, False), (64, 16, 2, 3, False), (128, 16, 4, 3, False)],
+    32: [(64, 32, 4, 3, False), (128, 32, 4, 3, False), (32, 32, 2, 3, False), (64, 16, 4, 3, False)],
+    64: [(64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 4, 3, False), (128, 32, 4, 3, False)],
+    128: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (64, 64, 4, 3, False), (128, 64, 8, 3, False)],
+    256: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (64, 64, 4, 3, False), (128, 64, 8, 3, False),
+          (128, 256, 8, 2, True)],
+    512: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (128, 64, 8, 3, False), (128, 256, 8, 2, True)],
+    1024: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (128, 256, 8, 2, True)],
+}  # fmt: skip
+# Most tokens -> (outputs, tokens, depth, warps, stages)
+_MANY = [
+    (128, 64, 128, 4, 4),
+    (128, 128, 128, 4, 3),
+    (128, 128, 128, 8, 4),
+    (128, 256, 128, 8, 3),
+    (256, 128, 128, 8, 3),
+]
+_EIGHT_BIT: dict[int, list[tuple[int, int, int, int, int]]] = {
+    8: [(32, 8, 256, 2, 3), (64, 8, 128, 4, 3), (64, 8, 128, 2, 4), (64, 8, 256, 2, 3)],
+    16: [(64, 16, 128, 2, 4), (32, 16, 256, 2, 3), (64, 16, 256, 2, 3), (64, 16, 128, 4, 3), (128, 16, 256, 4, 3)],
+    32: [(64, 32, 256, 4, 3), (64, 32, 128, 4, 4), (128, 32, 128, 4, 4)],
+    64: [(64, 64, 128, 4, 4), (128, 64, 128, 8, 4), (64, 32, 256, 4, 3)],
+    128: _MANY,
+    256: _MANY,
+    512: _MANY,
+    1024: _MANY,
+}
+
+
+def candidates(weight: PackedWeight | EightBitWeight, most: int) -> Iterator[Choice]:
+    """Everything worth a measurement for this many tokens."""
+    if isinstance(weight, PackedWeight):
+        for outputs, tokens, warps, stages, first in _SKINNY[most]:
+            for splits in _useful_splits(weight.outputs, outputs, most, tokens, weight.chunks):
+                yield Choice("skinny", SkinnyConfig(outputs, tokens, warps, stages, splits, first), "")
+        if most >= 128:
+            yield Choice("dequantize", None, "")
+        return
+    for outputs, tokens, depth, warps, stages in _EIGHT_BIT[most]:
+        if weight.columns % depth == 0 and (depth == 128 or weight.scales.ndim == 1):
+            for splits in _useful_splits(weight.outputs, outputs, most, tokens, weight.columns // depth):
+                yield Choice("eight_bit", EightBitConfig(outputs, tokens, depth, warps, stages, splits), "")
+    if scaled_mm.supports(weight):
+        yield Choice("scaled_mm", None, "")
+
+
+def _useful_splits(outputs: int, tile: int, most: int, tokens: int, steps: int) -> list[int]:
+    tiles = -(-outputs // tile) * -(-most // tokens)
+    return [n for n in _SPLITS if n == 1 or (tiles * n <= 3200 and tiles <= TICKETS and 2 * n <= steps and most <= 256)]
+
+
+def tune(
+    weight: PackedWeight | EightBitWeight,
+    expected: Callable[[Tensor], Tensor],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[Any]]:
+    """Most tokens -> the fastest entry. `expected` is the plain meaning, to check results with."""
+    copies = [weight, *(_copy(weight) for _ in range(int(_COLD / weight.nbytes)))]
+    entries = {}
+    for most in BUCKETS:
+        x = torch.randn(most, weight.inputs, device=weight.device, dtype=dtype)
+        right = expected(x)
+        best = float("inf")
+        for choice in candidates(weight, most):
+            try:
+                if not relative_error(op.run(choice, x, weight), right) < 2e-2:
+                    progress(f"wrong: {choice}")
+                    continue
+                time = microseconds([_call(choice, x, copy) for copy in copies])
+            except Exception as error:  # too much shared memory on this GPU, for one
+                progress(f"does not run here: {choice} ({type(error).__name__})")
+                continue
+            if time < best:
+                best, entries[str(most)] = time, to_entry(choice)
+        progress(f"{weight_kind(weight)} {weight.outputs}x{weight.inputs} {most}: {best:.1f} us {entries[str(most)]}")
+    return entries
+
+
+def _call(choice: Choice, x: Tensor, weight: PackedWeight | EightBitWeight) -> Callable[[], Any]:
+    return lambda: op.run(choice, x, weight)
+
+
+def _copy(weight: PackedWeight | EightBitWeight) -> PackedWeight | EightBitWeight:
+    values = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    cloned: dict[str, Any] = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(weight, **cloned)
+
+
+def microseconds(calls: list[Callable[[], Any]], repeats: int = 10) -> float:
+    """Median time of one of these calls, replayed as one CUDA graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times: list[float] = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[repeats // 2]
+
+
+def save(table: dict[str, dict[str, dict[str, list[Any]]]], file: Path) -> None:
+    """Adds measurements to a table's file; one line per shape, so that changes can be read."""
+    merged = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for kind, shapes in table.items():
+        merged.setdefault(kind, {}).update(shapes)
+    lines = []
+    for kind, shapes in sorted(merged.items()):
+        rows = ",\n".join(f"    {json.dumps(shape)}: {json.dumps(entry)}" for shape, entry in sorted(shapes.items()))
+        lines.append(f"  {json.dumps(kind)}: {{\n{rows}\n  }}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -1,0 +1,157 @@
+"""Matmuls of 8-bit weights: LLM.int8 with its outliers, W8A8, FP8 with scales per token, block and tensor."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, LlmInt8, QuantizedWeight
+from quantkit.kernels.linear import eight_bit, scaled_mm
+from quantkit.kernels.linear.eight_bit import EightBitWeight
+from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig, matmul
+from quantkit.kernels.linear.quantize_rows import quantize_rows
+from quantkit.kernels.reference import linear as reference
+from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
+
+pytestmark = pytest.mark.kernel
+
+FORMATS: dict[str, Format] = {
+    "llm-int8": LlmInt8(),
+    "llm-int8-low": LlmInt8(threshold=1.5),  # a third of the columns are outliers
+    "llm-int8-none": LlmInt8(threshold=0.0),
+    "w8a8": CtInt8(),
+    "fp8": CtFloat8(),
+    "fp8-tensor": CtFloat8(strategy="tensor"),
+    "fp8-static": CtFloat8(strategy="tensor", activations="static"),
+    "fp8-block": CtFloat8(strategy="block"),
+    "fp8-exact": CtFloat8(activations="exact"),
+    "fp8-block-exact": CtFloat8(strategy="block", activations="exact"),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def make_x(tokens: int, inputs: int, dtype: torch.dtype, device: str, seed: int = 1) -> Tensor:
+    """With planted outliers, one of them exactly at LLM.int8's threshold, one in the last column."""
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(seed)).clamp(-4, 4)
+    x[0, 5], x[-1, inputs - 1], x[tokens // 2, 17] = 30.0, -7.5, 6.0
+    return x.to(dtype).to(device)
+
+
+def make(fmt: Format, outputs: int, x: Tensor) -> tuple[QuantizedWeight, EightBitWeight]:
+    torch.manual_seed(0)
+    weight = (0.02 * torch.randn(outputs, x.shape[1])).to(torch.bfloat16).to(x.device)
+    quantized = fmt.with_input_scale(fmt.quantize(weight), float(x.abs().max()))
+    return quantized, eight_bit.pack(fmt, quantized)
+
+
+def to_cpu(weight: QuantizedWeight) -> QuantizedWeight:
+    tensors = {name: value.cpu() for name, value in vars(weight).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(weight, **tensors)  # type: ignore[type-var]
+
+
+def assert_right(y: Tensor, x: Tensor, fmt: Format, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    """All on the CPU, where torch divides as written: on a GPU it multiplies by a reciprocal, and ties break apart."""
+    y, x, weight, bias = y.cpu(), x.cpu(), to_cpu(weight), None if bias is None else bias.cpu()
+    exact = reference.exact(x, fmt, weight, bias)
+    error = relative_error(y, exact)
+    assert error < LARGEST_ERROR[str(x.dtype)[6:]]
+    assert error < 2 * relative_error(reference.linear(x, fmt, weight, bias), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(name: str, dtype: str, device: str) -> None:
+    fmt = FORMATS[name]
+    for tokens in (3, 11):
+        x = make_x(tokens, 320, DTYPES[dtype], device)
+        quantized, weight = make(fmt, 70, x)
+        bias = torch.randn(70, device=device).to(x.dtype)
+        out = torch.full((tokens, 70), float("nan"), dtype=x.dtype, device=device)
+        config = EightBitConfig(64, 16, 128, 4, 3, splits=2)
+        assert matmul(x, weight, config, bias=bias, out=out) is out
+        assert_right(out, x, fmt, quantized, bias)
+        assert int(weight.tickets.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 33])
+def test_outliers_are_those_of_the_format(tokens: int, device: str) -> None:
+    fmt = LlmInt8()
+    x = make_x(tokens, 200, torch.bfloat16, device)
+    _, weight = make(fmt, 8, x)
+    rows = quantize_rows(x, weight)
+    assert rows.outliers is not None
+    count = int(rows.outliers[0])
+    expected = (x.to(torch.float16).abs() >= 6).any(0).nonzero().flatten()
+    assert rows.outliers[1 : 1 + count].tolist() == expected.tolist()
+    served = fmt.served_inputs(x.float())
+    kept = torch.ones(200, dtype=torch.bool, device=device)
+    kept[expected] = False
+    steps = (rows.codes[:, :200].float() - served / rows.scales)[:, kept].abs()
+    assert float(steps.max()) < 1.001
+    assert float((steps > 1e-3).float().mean()) < 1e-3  # a tie may break the other way
+
+
+def test_every_column_an_outlier(device: str) -> None:
+    fmt = LlmInt8()
+    x = (10 + torch.rand(2, 384)).to(torch.bfloat16).to(device)
+    quantized, weight = make(fmt, 40, x)
+    assert_right(matmul(x, weight, EightBitConfig(32, 8, 128, 2, 3, splits=3)), x, fmt, quantized)
+
+
+def test_rows_of_zeros(device: str) -> None:
+    for name in ("llm-int8", "w8a8", "fp8", "fp8-block"):
+        fmt = FORMATS[name]
+        x = torch.zeros(3, 128, dtype=torch.bfloat16, device=device)
+        x[1] = 1
+        _, weight = make(fmt, 16, x)
+        y = matmul(x, weight, EightBitConfig(32, 8, 128, 2, 3))
+        assert bool((y[[0, 2]] == 0).all())
+        assert bool((y[1] != 0).any())
+
+
+def test_no_tokens(device: str) -> None:
+    x = make_x(1, 128, torch.bfloat16, device)
+    _, weight = make(LlmInt8(), 16, x)
+    assert matmul(x[:0], weight, EightBitConfig()).shape == (0, 16)
+
+
+def test_the_same_every_time(device: str) -> None:
+    x = make_x(4, 1024, torch.bfloat16, device)
+    _, weight = make(LlmInt8(threshold=2.0), 64, x)
+    config = EightBitConfig(32, 8, 128, 2, 3, splits=8)
+    first = matmul(x, weight, config)
+    for _ in range(3):
+        assert torch.equal(matmul(x, weight, config), first)
+
+
+@pytest.mark.gpu
+def test_torch_scaled_matmul(device: str) -> None:
+    fmt = CtFloat8()
+    x = make_x(33, 320, torch.bfloat16, device)
+    quantized, weight = make(fmt, 70, x)
+    bias = torch.randn(70, device=device).to(x.dtype)
+    assert_right(scaled_mm.matmul(x, weight, bias=bias), x, fmt, quantized, bias)
+
+
+def test_wrong_input_is_refused_before_any_launch(device: str) -> None:
+    x = make_x(3, 256, torch.bfloat16, device)
+    _, weight = make(LlmInt8(), 16, x)
+    config = EightBitConfig(32, 8, 128, 2, 3)
+    for spoiled, words in (
+        (x[0], "shape"),
+        (x[:, :128], "must be [any, 256]"),
+        (x.float(), "bfloat16, float16"),
+        (x.repeat_interleave(2, 1)[:, ::2], "contiguous"),
+        (x.to("meta"), "one device"),
+    ):
+        with pytest.raises(InputError) as refused:
+            matmul(spoiled, weight, config)
+        assert words in str(refused.value)
+    with pytest.raises(InputError, match="bias has shape"):
+        matmul(x, weight, config, bias=x.new_zeros(3))
+    with pytest.raises(InputError, match="depth of 512"):
+        matmul(x, weight, EightBitConfig(32, 8, 512, 2, 3))
+    with pytest.raises(InputError, match="do not take IntegerWeight of format 'ct-packed'"):
+        eight_bit.pack(CtPacked(), CtPacked().quantize(torch.randn(4, 128)))
