@@ -1,0 +1,248 @@
+"""Attention over a paged cache for any batch: decoding, prefill and both at once.
+
+    attend(q, cache_k, cache_v, page_table, context_lengths, query_starts, scale=..., max_queries=...)
+
+Layout   q [tokens, heads, head_dim], bfloat16 or float16, the new tokens of all sequences behind each other
+         cache_k, cache_v, page_table    see `cache.py`; the new tokens' keys and values are in the cache already
+         context_lengths int32 [sequences]      tokens of the sequence in the cache, new ones included
+         query_starts    int32 [sequences + 1]  q[query_starts[s] : query_starts[s + 1]] are the new tokens of s, the
+                                                last of which stands at position context_lengths[s] - 1
+Limits   those of `cache.py`; heads a multiple of kv_heads, at most 64 times as many; no sequence has more than
+         max_queries new tokens
+
+Safe to capture in a CUDA graph: nothing is read back and grids depend on shapes and max_queries alone, so a replay may
+find other numbers in every tensor. A sequence may have no new tokens (padding). Rows of `out` that belong to no
+sequence are not written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.kernels.attention.cache import EIGHT_BIT, LARGEST_GROUP, CacheLayout, layout_of
+from quantkit.kernels.attention.decode import (
+    LARGEST_ROWS,
+    MOST_PROGRAMS_PER_SM,
+    DecodeConfig,
+    Scratch,
+    choose_splits,
+    decode_config,
+    launch_decode,
+    scratch_needs,
+)
+from quantkit.kernels.attention.prefill import PrefillConfig, launch_prefill, prefill_config
+from quantkit.kernels.checks import (
+    HALVES,
+    check_contiguous,
+    check_dtype,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
+
+ROWS_BESIDE_PREFILL = 16  # in a mixed batch, sequences of up to this many rows go through the decode kernel
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def supports(head_dim: int, page_size: int, heads: int, kv_heads: int, dtype: torch.dtype) -> bool:
+    """Whether `attend` takes such a model and cache."""
+    try:
+        CacheLayout(1, kv_heads, page_size, head_dim, dtype)
+        _check_group(heads, kv_heads)
+    except InputError:
+        return False
+    return True
+
+
+def make_scratch(
+    device: torch.device | str,
+    *,
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_queries: int = 1,
+    config: DecodeConfig | None = None,
+) -> Scratch:
+    """A scratch that is large enough for every call with at most so many sequences and new tokens."""
+    padded_dim = triton.next_power_of_2(head_dim)
+    rows = max(min(max_queries * (heads // kv_heads), LARGEST_ROWS), ROWS_BESIDE_PREFILL)
+    per_multiprocessor = MOST_PROGRAMS_PER_SM if config is None else config.programs_per_sm
+    return Scratch.allocate(
+        device,
+        programs=multiprocessors(torch.device(device)) * per_multiprocessor,
+        rows=rows,
+        padded_dim=padded_dim,
+        counters=sequences * kv_heads,
+    )
+
+
+def _check_group(heads: int, kv_heads: int) -> None:
+    if kv_heads < 1 or heads % kv_heads or heads // kv_heads > LARGEST_GROUP:
+        raise InputError(
+            f"attention: {heads} query heads over {kv_heads} KV heads; query heads must be a multiple of KV heads, "
+            f"at most {LARGEST_GROUP} times as many"
+        )
+
+
+def _check_scales(layout: CacheLayout, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    if (k_scale is None) != (v_scale is None):
+        raise InputError("attention: k_scale and v_scale must be given together")
+    if layout.dtype in EIGHT_BIT and k_scale is None:
+        raise InputError(f"attention: a {str(layout.dtype)[6:]} cache needs k_scale and v_scale, one per KV head")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            check_dtype("attention", name, scale, (torch.float32,))
+            check_shape("attention", name, scale, (layout.kv_heads,))
+            check_contiguous("attention", name, scale)
+
+
+def _check_batch(page_table: Tensor, context_lengths: Tensor, query_starts: Tensor) -> None:
+    check_shape("attention", "page_table", page_table, (None, None))
+    check_rows("attention", "page_table", page_table)
+    sequences = page_table.shape[0]
+    check_shape("attention", "context_lengths", context_lengths, (sequences,))
+    check_shape("attention", "query_starts", query_starts, (sequences + 1,))
+    for name, tensor in (("context_lengths", context_lengths), ("query_starts", query_starts)):
+        check_contiguous("attention", name, tensor)
+    named = {"page_table": page_table, "context_lengths": context_lengths, "query_starts": query_starts}
+    for name, tensor in named.items():
+        check_dtype("attention", name, tensor, (torch.int32,))
+
+
+def _check_queries(q: Tensor, out: Tensor, layout: CacheLayout) -> None:
+    check_dtype("attention", "q", q, HALVES)
+    check_shape("attention", "q", q, (None, None, layout.head_dim))
+    check_rows("attention", "q", q)
+    check_dtype("attention", "out", out, (q.dtype,))
+    check_shape("attention", "out", out, tuple(q.shape))
+    check_rows("attention", "out", out)
+    if layout.dtype not in EIGHT_BIT:
+        check_dtype("attention", "the cache", torch.empty(0, dtype=layout.dtype), (q.dtype,))
+    _check_group(q.shape[1], layout.kv_heads)
+
+
+def _check_options(scale: float, window: int | None, soft_cap: float | None, max_queries: int) -> None:
+    if not 0.0 < scale < 1e6:
+        raise InputError(f"attention: scale is {scale}, but must be positive")
+    if window is not None and window < 1:
+        raise InputError(f"attention: window is {window}, but must be 1 or more tokens, or None")
+    if soft_cap is not None and not soft_cap > 0.0:
+        raise InputError(f"attention: soft_cap is {soft_cap}, but must be positive, or None")
+    if max_queries < 1:
+        raise InputError(f"attention: max_queries is {max_queries}, but must be 1 or more")
+
+
+def _check_tensors(
+    q: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    page_table: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+) -> CacheLayout:
+    layout = layout_of(cache_k, cache_v)
+    _check_queries(q, out, layout)
+    _check_batch(page_table, context_lengths, query_starts)
+    _check_scales(layout, k_scale, v_scale)
+    check_same_device("attention", q=q, cache_k=cache_k, cache_v=cache_v, page_table=page_table, out=out)
+    check_same_device(
+        "attention", q=q, context_lengths=context_lengths, query_starts=query_starts, k_scale=k_scale, v_scale=v_scale
+    )
+    return layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which kernels a call launches: sequences with up to `decode_rows` rows go through the decode kernel."""
+
+    decode_rows: int  # 0: it is not launched
+    prefill: bool
+
+
+def plan(tokens: int, sequences: int, max_queries: int, group: int) -> Plan:
+    """Rows of a sequence are its new tokens times `group`. A batch of equal prompts needs no decode kernel."""
+    if max_queries * group <= LARGEST_ROWS:
+        return Plan(decode_rows=max_queries * group, prefill=False)
+    if tokens >= sequences * max_queries:
+        return Plan(decode_rows=0, prefill=True)
+    return Plan(decode_rows=max(ROWS_BESIDE_PREFILL, group), prefill=True)
+
+
+def _scratch_for(given: Scratch | None, device: torch.device, needed: dict[str, int]) -> Scratch:
+    if given is None:
+        return Scratch.allocate(device, **needed)
+    if given.partial.device != device:
+        raise InputError(f"attention: the scratch is on {given.partial.device}, but the other tensors are on {device}")
+    if not given.holds(**needed):
+        wanted = ", ".join(f"{name} {size}" for name, size in needed.items())
+        raise InputError(f"attention: the scratch is too small for {wanted}; make it with make_scratch(...)")
+    return given
+
+
+def attend(
+    q: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    page_table: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    max_queries: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    scratch: Scratch | None = None,
+    max_context: int | None = None,
+    splits: int | None = None,
+    decode: DecodeConfig | None = None,
+    prefill: PrefillConfig | None = None,
+) -> Tensor:
+    """The attention output [tokens, heads, head_dim] of the new tokens; see the top of this file.
+
+    A query sees `window` tokens, itself included; `soft_cap` bounds scores by soft_cap * tanh(score / soft_cap).
+    `max_context` bounds context_lengths (default: what the page table holds). `scratch` saves the decode kernel three
+    allocations a call. `splits`, `decode` and `prefill` override what is chosen from the shapes.
+    """
+    out = torch.empty_like(q) if out is None else out
+    batch = (page_table, context_lengths, query_starts)
+    layout = _check_tensors(q, cache_k, cache_v, *batch, k_scale, v_scale, out)
+    _check_options(scale, window, soft_cap, max_queries)
+    tokens, heads, _ = q.shape
+    sequences = page_table.shape[0]
+    if tokens == 0 or sequences == 0:
+        return out
+    cap = None if soft_cap is None else float(soft_cap)
+    tensors = (q, out, cache_k, cache_v, *batch, k_scale, v_scale)
+    scalars = (float(scale), cap, window, page_table.stride(0), *q.stride()[:2], *out.stride()[:2])
+    group = heads // layout.kv_heads
+    chosen = plan(tokens, sequences, max_queries, group)
+    if chosen.decode_rows:
+        bound = page_table.shape[1] * layout.page_size if max_context is None else max_context
+        config = decode or decode_config(layout.padded_dim, layout.dtype.itemsize, chosen.decode_rows)
+        pairs = sequences * layout.kv_heads
+        programs = multiprocessors(q.device) * config.programs_per_sm
+        parts = splits or choose_splits(pairs, bound, programs, config.block_n)
+        needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
+        space = _scratch_for(scratch, q.device, needed)
+        launch_decode(tensors, scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)
+    if chosen.prefill:
+        way = prefill or prefill_config(layout.padded_dim)
+        launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)
+    return out

@@ -1,0 +1,301 @@
+"""Attention of a few new tokens per sequence over a paged cache: decoding, and verification in speculative decoding.
+
+Layout   q, out [tokens, heads, head_dim], any strides but the last; the cache as in `cache.py`
+Meaning  `reference.attention.attend`
+Limits   new tokens of a sequence * query heads per KV head at most 64 (BLOCK_M); longer ones are left alone
+
+One program serves one (sequence, KV head, split): the new tokens times the query heads of that KV head are the rows of
+its matrices, so a key is read once. Each sequence divides its own context over the splits; a program without a share
+exits at once. Every split leaves its weighted sum, its largest score and its sum of weights in a scratch buffer and
+takes a ticket; who takes the last one adds the splits up in their order, so results do not depend on who that was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.attention.cache import CacheLayout
+from quantkit.kernels.attention.tiles import (
+    LOG2_E,
+    LOWEST,
+    cap_scores,
+    load_pages,
+    load_rows,
+    multiply,
+    multiply_add,
+    row_offsets,
+)
+
+LARGEST_ROWS = 64
+MOST_SPLITS = 128
+MOST_PROGRAMS_PER_SM = 4  # of the default configurations
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the decode kernel is compiled (`block_n` tokens a tile) and how many programs a multiprocessor gets."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def decode_config(padded_dim: int, itemsize: int, rows: int) -> DecodeConfig:
+    """The default for a head dimension, a cache element size and the most rows of a sequence."""
+    num_warps = 8 if rows > 32 else 4  # fewer do not hold the sums in registers
+    if padded_dim == 256:
+        return DecodeConfig(block_n=32, num_warps=num_warps, num_stages=3, programs_per_sm=2)
+    if padded_dim == 64 or itemsize == 1:
+        return DecodeConfig(block_n=128, num_warps=num_warps, num_stages=3, programs_per_sm=2)
+    return DecodeConfig(block_n=64, num_warps=num_warps, num_stages=3, programs_per_sm=3)
+
+
+def choose_splits(pairs: int, max_context: int, programs: int, block_n: int) -> int:
+    """Into how many parts to divide each context: about `programs` programs for `pairs` of a sequence and a KV head.
+
+    No part is less than a tile.
+    """
+    tiles = -(-max_context // block_n)
+    return max(1, min(programs // max(1, pairs), tiles, MOST_SPLITS))
+
+
+def scratch_needs(pairs: int, splits: int, rows: int, padded_dim: int) -> dict[str, int]:
+    """What `Scratch` must hold; nothing for a single split, which writes its result itself."""
+    meeting = pairs if splits > 1 else 0
+    return {"programs": meeting * splits, "rows": rows, "padded_dim": padded_dim, "counters": meeting}
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where the splits of one call meet. Tickets are zero between calls, so calls in a row may share one."""
+
+    partial: Tensor  # float32 [programs * rows * padded_dim]
+    stats: Tensor  # float32 [programs * rows * 2]: largest score, sum of weights
+    tickets: Tensor  # int32 [sequences * kv_heads]
+
+    @classmethod
+    def allocate(
+        cls, device: torch.device | str, *, programs: int, rows: int, padded_dim: int, counters: int
+    ) -> Scratch:
+        return cls(
+            partial=torch.empty(programs * rows * padded_dim, dtype=torch.float32, device=device),
+            stats=torch.empty(programs * rows * 2, dtype=torch.float32, device=device),
+            tickets=torch.zeros(counters, dtype=torch.int32, device=device),
+        )
+
+    def holds(self, *, programs: int, rows: int, padded_dim: int, counters: int) -> bool:
+        return (
+            self.partial.numel() >= programs * rows * padded_dim
+            and self.stats.numel() >= programs * rows * 2
+            and self.tickets.numel() >= counters
+        )
+
+
+@triton.jit
+def _combine(
+    partial,
+    stats,
+    splits,
+    rows,
+    ROWS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The output [ROWS, PADDED_DIM] of all splits of one sequence and head, CHUNK splits at a time in their order."""
+    row = tl.arange(0, ROWS)
+    columns = tl.arange(0, PADDED_DIM)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for base in range(0, splits, CHUNK):
+        split = base + tl.arange(0, CHUNK)
+        inside = (split < splits)[:, None] & (row < rows)[None, :]  # [CHUNK, ROWS]
+        place = split[:, None] * rows + row[None, :]
+        # .cg: past the first-level cache, which other multiprocessors do not write to
+        sums = tl.load(
+            partial + place[:, :, None] * PADDED_DIM + columns[None, None, :],
+            mask=inside[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        tops = tl.load(stats + place * 2, mask=inside, other=LOWEST, cache_modifier=".cg")
+        weights = tl.load(stats + place * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        highest = tl.maximum(top, tl.max(tops, axis=0))
+        shrink = tl.exp2(top - highest)
+        share = tl.exp2(tops - highest[None, :])
+        total = total * shrink + tl.sum(weights * share, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(sums * share[:, :, None], axis=0)
+        top = highest
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _store_rows(
+    out, values, first, head, out_token, out_head, rows, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, v_scale
+):
+    """Row r of `values` is query head r % GROUP of new token r // GROUP."""
+    row = tl.arange(0, values.shape[0])
+    columns = tl.arange(0, values.shape[1])
+    if v_scale is not None:
+        values = values * tl.load(v_scale + head)
+    place = (first + row // GROUP).to(tl.int64) * out_token + (head * GROUP + row % GROUP) * out_head
+    inside = (row < rows)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(out + place[:, None] + columns[None, :], values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits", "table_stride", "window"])
+def _decode(
+    q,
+    out,
+    cache_k,
+    cache_v,
+    page_table,
+    contexts,
+    starts,
+    k_scale,
+    v_scale,
+    partial,
+    stats,
+    tickets,
+    scale,
+    soft_cap,
+    window,
+    table_stride,
+    q_token,
+    q_head,
+    out_token,
+    out_head,
+    splits,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    split = tl.program_id(0) % splits
+    pair = tl.program_id(0) // splits  # of a sequence and a KV head
+    sequence = pair // KV_HEADS
+    head = pair % KV_HEADS
+    first = tl.load(starts + sequence)
+    new = tl.load(starts + sequence + 1) - first
+    context = tl.load(contexts + sequence)
+    rows = new * GROUP
+    if (rows > MAX_ROWS) | (rows <= 0):
+        return
+    oldest = 0  # the first token that any of the rows looks at
+    if window is not None:
+        oldest = tl.maximum(context - new - window + 1, 0)
+    bottom = oldest // BLOCK_N
+    share = tl.cdiv(tl.cdiv(context, BLOCK_N) - bottom, splits)
+    used = tl.cdiv(tl.cdiv(context, BLOCK_N) - bottom, share)
+    if split >= used:
+        return
+    begin = (bottom + split * share) * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, context)
+
+    row = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, PADDED_DIM)
+    places = (first + row // GROUP).to(tl.int64) * q_token + (head * GROUP + row % GROUP) * q_head
+    queries = tl.load(
+        q + places[:, None] + columns[None, :], mask=(row < rows)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
+    )
+    position = context - new + row // GROUP
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + head)
+    steep = scale * LOG2_E if soft_cap is None else LOG2_E  # capped scores are scaled already
+
+    table = page_table + sequence.to(tl.int64) * table_stride
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over the columns once, after the loop
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    pages = load_pages(table, begin, oldest, end, PAGE, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        following = load_pages(table, start + BLOCK_N, oldest, end, PAGE, BLOCK_N)
+        tokens = start + tl.arange(0, BLOCK_N)
+        inside = tokens < end
+        if window is not None:
+            inside = inside & (tokens >= oldest)
+        offsets = row_offsets(pages, start, head, KV_HEADS, PAGE, HEAD_DIM, BLOCK_N, WIDE)
+        keys = load_rows(cache_k, offsets, inside, HEAD_DIM, PADDED_DIM)
+        values = load_rows(cache_v, offsets, inside, HEAD_DIM, PADDED_DIM)
+        scores = multiply(queries, tl.trans(keys.to(queries.dtype)))
+        if soft_cap is not None:
+            scores = cap_scores(scores, scale, soft_cap)
+        seen = tokens[None, :] <= position[:, None]
+        if window is not None:
+            seen = seen & (tokens[None, :] > position[:, None] - window)
+        scores = tl.where(seen & inside[None, :], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        shrink = tl.exp2((top - highest) * steep)
+        weight = tl.exp2(scores * steep - (highest * steep)[:, None])
+        weights = weights * shrink[:, None] + weight
+        acc = multiply_add(weight.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None])
+        top = highest
+        pages = following
+
+    total = tl.sum(weights, axis=1)
+    if used == 1:
+        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        _store_rows(out, acc, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, v_scale)
+    else:
+        base = (pair * splits).to(tl.int64) * MAX_ROWS  # of this pair; its splits lie `rows` rows apart
+        place = base + split * rows + row
+        tl.store(partial + place[:, None] * PADDED_DIM + columns[None, :], acc, mask=(row < rows)[:, None])
+        tl.store(stats + place * 2, top * steep, mask=row < rows)
+        tl.store(stats + place * 2 + 1, total, mask=row < rows)
+        tl.debug_barrier()  # one thread takes the ticket for what all threads stored
+        if tl.atomic_add(tickets + pair, 1, sem="acq_rel") == used - 1:
+            tl.store(tickets + pair, 0)
+            result = _combine(partial + base * PADDED_DIM, stats + base * 2, used, rows, ROWS, PADDED_DIM, CHUNK)
+            _store_rows(out, result, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, v_scale)
+
+
+def decode_constants(layout: CacheLayout, group: int, max_rows: int, config: DecodeConfig) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    rows = triton.next_power_of_2(max_rows)
+    return layout.constants() | {
+        "GROUP": group,
+        "BLOCK_M": max(16, rows),  # the smallest that a matrix instruction takes
+        "BLOCK_N": config.block_n,
+        "MAX_ROWS": max_rows,
+        "ROWS": rows,
+        "CHUNK": max(1, min(64, config.num_warps * 1024 // (rows * layout.padded_dim))),  # 32 registers a thread
+    }
+
+
+def launch_decode(
+    tensors: tuple[Tensor | None, ...],
+    scalars: tuple[Any, ...],
+    scratch: Scratch,
+    layout: CacheLayout,
+    group: int,
+    max_rows: int,
+    pairs: int,
+    splits: int,
+    config: DecodeConfig,
+) -> None:
+    """Launches what `attend` has checked; `tensors` and `scalars` are the kernel's arguments in their order."""
+    _decode[(pairs * splits,)](
+        *tensors,
+        scratch.partial,
+        scratch.stats,
+        scratch.tickets,
+        *scalars,
+        splits,
+        **decode_constants(layout, group, max_rows, config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

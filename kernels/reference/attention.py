@@ -1,0 +1,63 @@
+"""What the attention kernels mean, in plain torch: the standard of their tests, and what runs without a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
+    """The first `tokens` rows of a sequence, [tokens, kv_heads, dim], from cache [pages, kv_heads, page_size, dim]."""
+    kv_heads, page_size, head_dim = cache.shape[1:]
+    used = pages[: -(-tokens // page_size)].long()
+    return cache[used].transpose(1, 2).reshape(-1, kv_heads, head_dim)[:tokens]
+
+
+def visible(new: int, context: int, window: int | None, device: torch.device) -> Tensor:
+    """Which key each new token may look at: bool [new, context]."""
+    position = torch.arange(context - new, context, device=device)[:, None]
+    key = torch.arange(context, device=device)[None, :]
+    seen = key <= position
+    return seen if window is None else seen & (key > position - window)
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, soft_cap: float | None) -> Tensor:
+    """q [new, heads, dim], k and v [context, kv_heads, dim], computed in their dtype: [new, heads, dim]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~visible(len(q), len(k), window, q.device), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def attend(
+    q: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    page_table: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """See `attention/attend.py`; computed and returned in `dtype`. Rows of no sequence are zero."""
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    starts = query_starts.tolist()
+    for sequence, context in enumerate(context_lengths.tolist()):
+        begin, end = starts[sequence], starts[sequence + 1]
+        if begin == end:
+            continue
+        k = gather(cache_k, page_table[sequence], context).to(dtype)
+        v = gather(cache_v, page_table[sequence], context).to(dtype)
+        if k_scale is not None and v_scale is not None:
+            k, v = k * k_scale.to(dtype)[:, None], v * v_scale.to(dtype)[:, None]
+        new = q[begin:end].to(dtype)
+        out[begin:end] = attend_one(new, k, v, scale=scale, window=window, soft_cap=soft_cap)
+    return out
