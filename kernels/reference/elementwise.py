@@ -1,0 +1,84 @@
+"""What the small kernels mean, in plain torch: the standard that tests compare with, and what runs without a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
+    """See `norm.py`."""
+    normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    if plus_one:
+        return (normal * (1.0 + weight.float())).to(x.dtype)
+    return normal.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
+    """See `norm.py`: writes the sum over `residual`."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps, plus_one=plus_one)
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """See `activation.py`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active * up
+
+
+def embed(ids: Tensor, table: Tensor, *, scale: float | None = None) -> Tensor:
+    """See `embedding.py`."""
+    known = (ids >= 0) & (ids < len(table))
+    rows = table[torch.where(known, ids, 0)] * known[:, None]
+    return rows if scale is None else rows * torch.tensor(scale, dtype=table.dtype, device=table.device)
+
+
+def rotate_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> Tensor:
+    """See `rotary.py`: writes into the caches and returns the queries."""
+    kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    q, k, v = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps, plus_one=plus_one), rms_norm(k, k_norm, eps, plus_one=plus_one)
+    rows = positions.long().clamp(0, len(cos) - 1)
+    store(_turn(k.float(), cos[rows], sin[rows]), slots, keys, key_scales)
+    store(v.float(), slots, values, value_scales)
+    return _turn(q.float(), cos[rows], sin[rows]).to(qkv.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def store(x: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> None:
+    """Rows x, float32 [tokens, kv_heads, head_dim], into their slots of one paged cache."""
+    pages, _, page_size, _ = cache.shape
+    if scales is not None:
+        x = x / scales[:, None]
+        x = x.clamp(-128, 127).round() if cache.dtype == torch.int8 else x.clamp(-448, 448)
+    kept = (slots >= 0) & (slots < pages * page_size)
+    page, offset = slots[kept] // page_size, slots[kept] % page_size
+    stored = x[kept].to(cache.dtype)
+    if cache.dtype == torch.float8_e4m3fn:  # torch cannot index it
+        cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
+    cache[page, :, offset] = stored
