@@ -12,7 +12,7 @@ import click
 
 from quantkit.errors import QuantkitError
 
-COMMANDS = ("quantize", "import", "convert", "inspect", "recipes", "generate", "eval", "demo")
+COMMANDS = ("quantize", "import", "convert", "inspect", "recipes", "generate", "eval", "bench", "demo")
 
 
 class LazyGroup(click.Group):

@@ -1,0 +1,119 @@
+"""Who computes a case: quantkit's own kernels, and what `peers.py` finds installed beside them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.eval.kernels.problems import AttentionProblem, LinearProblem, Problem
+from quantkit.kernels.reference import attention as attention_reference
+from quantkit.kernels.reference import linear as linear_reference
+
+Compute = Callable[[], Tensor]
+
+
+class Contender(ABC):
+    """One way to compute a problem. `remedy` says how to get it where it is not installed."""
+
+    name: ClassVar[str]
+    remedy: ClassVar[str] = ""
+
+    def installed(self) -> bool:
+        return True
+
+    @abstractmethod
+    def supports(self, problem: Problem) -> bool:
+        """Whether it takes this problem at all."""
+
+    @abstractmethod
+    def prepare(self, problem: Problem) -> Compute:
+        """Its own copy of the data, laid out as it wants it; calling the result computes the output."""
+
+    def captures(self, problem: Problem) -> bool:
+        """Whether a CUDA graph can hold the call."""
+        return True
+
+    def explain(self, problem: Problem) -> str:
+        """Which kernel runs, and why, in one line: `kernel: why`."""
+        return self.name
+
+
+class Quantkit(Contender):
+    """The kernels of this package; on a CPU their meaning in plain torch, which is what the runtime uses there."""
+
+    name = "quantkit"
+
+    def supports(self, problem: Problem) -> bool:
+        return True
+
+    def prepare(self, problem: Problem) -> Compute:
+        return _prepare_attention(problem) if isinstance(problem, AttentionProblem) else _prepare_linear(problem)
+
+    def explain(self, problem: Problem) -> str:
+        if isinstance(problem, AttentionProblem):
+            return _explain_attention(problem)
+        if problem.weight.quantized is None:
+            return "torch matmul: the weight is not quantized"
+        op = _linear_op()
+        if op is None:
+            return "decode and multiply: Triton is not installed"
+        prepared = op.prepare(problem.weight.fmt, problem.weight.quantized)
+        return str(op.explain(prepared, problem.case.tokens))
+
+
+def _linear_op() -> Any:
+    """quantkit.kernels.linear.op; None where it wants Triton and there is none."""
+    try:
+        return importlib.import_module("quantkit.kernels.linear.op")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+
+
+def _prepare_linear(problem: LinearProblem) -> Compute:
+    x, weight = problem.x, problem.weight
+    # Poison: an output that a kernel forgets to write shows in the comparison.
+    out = torch.full((problem.case.tokens, problem.case.outputs), float("nan"), dtype=x.dtype, device=x.device)
+    if weight.fmt is None or weight.quantized is None:
+        dense = weight.dense.clone()
+        return lambda: torch.mm(x, dense.mT, out=out)
+    fmt, quantized, op = weight.fmt, weight.quantized, _linear_op()
+    if op is None:
+        return lambda: linear_reference.linear(x, fmt, quantized)
+    prepared = copy.deepcopy(op.prepare(fmt, quantized))  # shares nothing with other copies
+    return lambda: op.linear(x, prepared, out=out)
+
+
+def _prepare_attention(problem: AttentionProblem) -> Compute:
+    batch, case = copy.deepcopy(problem.batch), problem.case
+    q = batch.tensors[0]
+    if q.device.type != "cuda":
+        return lambda: attention_reference.attend(*batch.tensors, **batch.options).to(q.dtype)
+    from quantkit.kernels.attention.attend import attend
+
+    out = torch.full_like(q, float("nan"))
+    how: dict[str, Any] = batch.options | {
+        "max_queries": case.new,
+        "max_context": case.length,
+        "out": out,
+        "scratch": problem.scratch,
+    }
+    return lambda: attend(*batch.tensors, **how)
+
+
+def _explain_attention(problem: AttentionProblem) -> str:
+    case = problem.case
+    if problem.batch.tensors[0].device.type != "cuda":
+        return "reference: kernels run on GPUs"
+    from quantkit.kernels.attention.attend import plan
+
+    chosen = plan(case.tokens, case.batch, case.new, case.heads // case.kv_heads)
+    names = ["decode"] * (chosen.decode_rows > 0) + ["prefill"] * chosen.prefill
+    return f"{' and '.join(names)}: {case.new} new tokens a sequence, {case.heads // case.kv_heads} heads a KV head"

@@ -1,0 +1,137 @@
+"""quantkit bench"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli.common import json_option, print_json, print_table, progress_bar
+from quantkit.errors import InputError, QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.eval.kernels.cases import Case
+    from quantkit.eval.kernels.contenders import Contender
+    from quantkit.eval.kernels.results import Report
+    from quantkit.eval.kernels.timing import Clock
+
+DEFAULT_FORMATS = "w4,nf4,llm-int8,w8a8,fp8"
+DEFAULT_SHAPE = "llama-3.1-8b"
+_FORMATS = f"Formats, attention, or all; default: {DEFAULT_FORMATS}."
+_SHAPES = f"Models, or layers as OUTxIN; default: {DEFAULT_SHAPE}."
+_PEERS = "torch, tinygemm, gemlite, bitsandbytes; default: those installed."
+
+
+@click.group("bench", short_help="Measure speed, against the hardware's limits and other packages.")
+def command() -> None:
+    """Measure speed on this machine.
+
+    \b
+    quantkit bench kernels     one kernel at a time
+    """
+
+
+@command.command("kernels", short_help="Time each kernel, after checking that its result is right.")
+@click.option("--format", "formats", multiple=True, metavar="F", help=_FORMATS)
+@click.option("--m", "tokens", default="1,16,256", show_default=True, metavar="N", help="Numbers of tokens.")
+@click.option("--shape", "shapes", multiple=True, metavar="S", help=_SHAPES)
+@click.option("--against", multiple=True, metavar="PEER", help=_PEERS)
+@click.option("--dtype", default="bfloat16", show_default=True, help="Of activations: bfloat16 or float16.")
+@click.option("--repeat", type=click.IntRange(min=1), metavar="N", help="Timings per number; default: 20, on a CPU 5.")
+@click.option("--device", help="cuda or cpu; default: the GPU where there is one.")
+@click.option("--explain", is_flag=True, help="Say which kernel was chosen, and why.")
+@click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/kernels.csv.")
+@click.option("--no-save", is_flag=True, help="Append to no file.")
+@json_option
+def kernels(
+    formats: tuple[str, ...],
+    tokens: str,
+    shapes: tuple[str, ...],
+    against: tuple[str, ...],
+    dtype: str,
+    repeat: int | None,
+    device: str | None,
+    explain: bool,
+    output: Path | None,
+    no_save: bool,
+    as_json: bool,
+) -> None:
+    """Time the kernels of each format on the layers of a model. Lists are separated by commas.
+
+    \b
+    quantkit bench kernels
+    quantkit bench kernels --format w4,nf4 --m 1,8,64 --shape llama-3.2-1b
+    quantkit bench kernels --format attention --against torch
+    quantkit bench kernels --format all --shape 4096x4096 --explain --no-save
+
+    Every result is compared with float64 first; one that is wrong gets no time, and the exit code is 1. The limit is
+    memory bandwidth or matrix rate, whichever binds, measured in the same run. docs/bench.md has the protocol.
+    """
+    from quantkit.eval.kernels.cases import make_cases
+    from quantkit.eval.kernels.peers import choose_peers
+    from quantkit.eval.kernels.results import results_path
+    from quantkit.eval.kernels.timing import clock_for
+
+    where = _device(device)
+    names, models = _split(*formats) or _split(DEFAULT_FORMATS), _split(*shapes) or [DEFAULT_SHAPE]
+    cases = make_cases(names, models, _numbers(tokens), dtype, on_gpu=where != "cpu")
+    peers = choose_peers(_split(*against) or None)
+    path = results_path(output, not no_save)
+    report = _measure(cases, dtype, clock_for(where, repeat), peers, path)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _print(report, explain, path)
+    if report.wrong:
+        raise QuantkitError(f"{len(report.wrong)} of {len(cases)} results are wrong: {', '.join(report.wrong)}")
+
+
+def _measure(cases: Sequence[Case], dtype: str, clock: Clock, peers: Sequence[Contender], path: Path | None) -> Report:
+    from quantkit.eval.kernels import run
+    from quantkit.eval.kernels.results import Measured, ResultsFile
+
+    with progress_bar("kernels") as advance:
+        limits = clock.limits(dtype)
+        file = ResultsFile(path, clock.describe(), limits) if path else None
+
+        def on_row(row: Measured) -> None:
+            if file:
+                file.append(row)
+            advance(row.case.name, len(cases))
+
+        return run.Bench(clock, peers, run.OURS).run(cases, limits, on_row)
+
+
+def _print(report: Report, explain: bool, path: Path | None) -> None:
+    from quantkit.eval.kernels.table import footer, tables
+
+    for title, columns, rows in tables(report, explain=explain):
+        print_table(title, columns, rows)
+    click.echo(footer(report))
+    if path:
+        click.echo(f"appended to {path}")
+
+
+def _split(*texts: str) -> list[str]:
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in _split(text)]
+    except ValueError:
+        raise InputError(f"--m is '{text}', but must be whole numbers such as 1,16,256") from None
+
+
+def _device(asked: str | None) -> str:
+    import torch
+
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked not in ("cuda", "cpu"):
+        raise InputError(f"--device is '{asked}', but must be cuda or cpu")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device is 'cuda', but torch sees no GPU here; use --device cpu")
+    return asked
