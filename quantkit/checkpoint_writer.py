@@ -26,7 +26,7 @@ from quantkit.checkpoint import INDEX
 from quantkit.errors import InputError, StorageError
 from quantkit.storage import NOTHING_KEPT, storage_errors, sync
 
-DEFAULT_SHARD_BYTES = 1_000_000_000
+DEFAULT_SHARD_BYTES = 500_000_000  # one shard is in memory twice while it is written
 
 
 class CheckpointWriter:
