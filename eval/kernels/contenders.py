@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quantkit.eval.kernels.problems import AttentionProblem, LinearProblem, Problem
+from quantkit.kernels.linear import op
 from quantkit.kernels.reference import attention as attention_reference
-from quantkit.kernels.reference import linear as linear_reference
 
 Compute = Callable[[], Tensor]
 
@@ -58,23 +57,11 @@ class Quantkit(Contender):
     def explain(self, problem: Problem) -> str:
         if isinstance(problem, AttentionProblem):
             return _explain_attention(problem)
-        if problem.weight.quantized is None:
+        fmt, quantized = problem.weight.fmt, problem.weight.quantized
+        if fmt is None or quantized is None:
             return "torch matmul: the weight is not quantized"
-        op = _linear_op()
-        if op is None:
-            return "decode and multiply: Triton is not installed"
-        prepared = op.prepare(problem.weight.fmt, problem.weight.quantized)
-        return str(op.explain(prepared, problem.case.tokens))
-
-
-def _linear_op() -> Any:
-    """quantkit.kernels.linear.op; None where it wants Triton and there is none."""
-    try:
-        return importlib.import_module("quantkit.kernels.linear.op")
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return None
+        prepared = op.prepare(fmt, quantized, problem.x.dtype)
+        return op.explain(prepared, problem.case.tokens)
 
 
 def _prepare_linear(problem: LinearProblem) -> Compute:
@@ -84,10 +71,7 @@ def _prepare_linear(problem: LinearProblem) -> Compute:
     if weight.fmt is None or weight.quantized is None:
         dense = weight.dense.clone()
         return lambda: torch.mm(x, dense.mT, out=out)
-    fmt, quantized, op = weight.fmt, weight.quantized, _linear_op()
-    if op is None:
-        return lambda: linear_reference.linear(x, fmt, quantized)
-    prepared = copy.deepcopy(op.prepare(fmt, quantized))  # shares nothing with other copies
+    prepared = copy.deepcopy(op.prepare(weight.fmt, weight.quantized, x.dtype))  # shares nothing with other copies
     return lambda: op.linear(x, prepared, out=out)
 
 

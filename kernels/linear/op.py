@@ -1,27 +1,31 @@
 """One linear layer of any format: `prepare` its weight once, then call `linear`.
 
-    weight = prepare(fmt, fmt.unpack(parts), device)
+    weight = prepare(fmt, fmt.unpack(parts), dtype)
     y = linear(x, weight, bias)
 
-On a GPU the weight is laid out for the kernels and `dispatch.py` picks one by the number of tokens. Where no kernel
-fits (`prepare` says why in `weight.why`), and on a CPU, the meaning in `reference/linear.py` runs instead.
+On a GPU the weight is laid out for the kernels and `dispatch.py` picks one by the number of tokens; on a CPU `cpu.py`
+takes it. Where neither fits, the meaning in `reference/linear.py` runs, and `explain` says why.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import CodebookWeight, CtFloat8, CtInt8, Format, IntegerWeight, LlmInt8, QuantizedWeight
+from quantkit.formats import CtFloat8, CtInt8, Format, LlmInt8, QuantizedWeight
 from quantkit.kernels.checks import HALVES
-from quantkit.kernels.linear import eight_bit, packed
-from quantkit.kernels.linear.dispatch import Choice, choose
+from quantkit.kernels.linear import cpu, eight_bit, packed
+from quantkit.kernels.linear.cpu import CpuWeight
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.packed import PackedWeight
 from quantkit.kernels.reference import linear as reference
+
+if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may not have
+    from quantkit.kernels.linear.dispatch import Choice
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,15 @@ class DecodedWeight:
         return self.quantized.shape[1]
 
 
-LinearWeight = PackedWeight | EightBitWeight | DecodedWeight
+LinearWeight = PackedWeight | EightBitWeight | CpuWeight | DecodedWeight
 
 
-def prepare(fmt: Format, quantized: QuantizedWeight, *, kernels: bool | None = None) -> LinearWeight:
-    """The weight as the kernels want it, on the device where it is. `kernels` False forces the plain meaning."""
-    device = _device_of(quantized)
-    if kernels is None:
-        kernels = device.type == "cuda"
-    if not kernels:
-        return DecodedWeight(fmt, quantized, f"kernels run on GPUs, the weight is on {device}")
+def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> LinearWeight:
+    """The weight as the kernels of its device want it, for activations of this dtype."""
+    device = device_of(quantized)
+    if device.type != "cuda":
+        prepared = cpu.pack(fmt, quantized, dtype)
+        return prepared or DecodedWeight(fmt, quantized, str(cpu.why_not(quantized)))
     if isinstance(fmt, LlmInt8 | CtInt8 | CtFloat8):
         return eight_bit.pack(fmt, quantized)
     why_not = packed.supports(quantized)
@@ -61,8 +64,11 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: 
     """y [tokens, outputs] = x [tokens, inputs] @ weight.T + bias in x's dtype."""
     if isinstance(weight, DecodedWeight):
         return _decoded(x, weight, bias, out)
-    choice = choose(weight, x.shape[0] if x.ndim == 2 else 0)
-    return run(choice, x, weight, bias, out)
+    if isinstance(weight, CpuWeight):
+        return cpu.matmul(x, weight, bias, out)
+    from quantkit.kernels.linear.dispatch import choose
+
+    return run(choose(weight, x.shape[0] if x.ndim == 2 else 0), x, weight, bias, out)
 
 
 def run(
@@ -88,6 +94,10 @@ def explain(weight: LinearWeight, tokens: int) -> str:
     """Which kernel `linear` would take, and why, in one line."""
     if isinstance(weight, DecodedWeight):
         return f"decode and multiply: {weight.why}"
+    if isinstance(weight, CpuWeight):
+        return f"{cpu.choose(weight, tokens)}: on the CPU, {tokens} tokens"
+    from quantkit.kernels.linear.dispatch import choose
+
     choice = choose(weight, tokens)
     return f"{choice.kernel} {choice.config or ''}: {choice.why}"
 
@@ -101,10 +111,5 @@ def _decoded(x: Tensor, weight: DecodedWeight, bias: Tensor | None, out: Tensor 
     return y if out is None else out.copy_(y)
 
 
-def _device_of(quantized: QuantizedWeight) -> torch.device:
-    codes = (
-        quantized.codes
-        if isinstance(quantized, IntegerWeight | CodebookWeight)
-        else next(value for value in vars(quantized).values() if isinstance(value, Tensor))
-    )
-    return codes.device
+def device_of(quantized: QuantizedWeight) -> torch.device:
+    return next(value.device for value in vars(quantized).values() if isinstance(value, Tensor))

@@ -224,3 +224,23 @@ def test_int8_layers_compute_what_served_inputs_say(shape: tuple[int, ...], thre
     error, share_of_rounding = (float((theirs - ours).norm() / other.norm()) for other in (ours, exact - ours))
     assert error < 3e-5  # their constant for 1 / 127^2 is 1.8e-5 off
     assert share_of_rounding < 0.02
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 12])
+def test_the_int8_kernel_computes_what_bitsandbytes_does(tokens: int, bnb: ModuleType) -> None:
+    """Our kernel, interpreted, against bitsandbytes' own int8 matmul in float16, outliers planted."""
+    from bitsandbytes import MatmulLtState, matmul
+
+    from quantkit.kernels.linear import eight_bit, eight_bit_matmul
+
+    fmt = LlmInt8()
+    inputs = _activations(tokens, outliers=False).half()
+    inputs[:, 20:23] += 7.3 * inputs[:, 20:23].sign()
+    inputs[0, 90] = -40.0
+    quantized = fmt.quantize(_normal(64, 96))
+    state = MatmulLtState(CB=quantized.codes, SCB=quantized.row_absmax)
+    state.threshold, state.is_training, state.has_fp16_weights = 6.0, False, False
+    theirs = matmul(inputs, quantized.codes, state=state).float()
+    config = eight_bit_matmul.EightBitConfig(32, 8, 128, 2, 3)
+    ours = eight_bit_matmul.matmul(inputs, eight_bit.pack(fmt, quantized), config).float()
+    assert float((theirs - ours).norm() / ours.norm()) < 2e-3  # float16 results, rounded once each

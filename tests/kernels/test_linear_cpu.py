@@ -1,0 +1,198 @@
+"""The CPU products of linear layers against their exact meaning; always on the CPU, whatever else the machine has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.formats import (
+    AbsmaxInt8Weight,
+    CtFloat8,
+    CtInt8,
+    CtPacked,
+    Format,
+    Fp4,
+    Gptq,
+    IntegerWeight,
+    LlmInt8,
+    Nf4,
+    QuantizedWeight,
+)
+from quantkit.kernels.linear import cpu
+from quantkit.kernels.reference import linear as reference
+from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
+
+pytestmark = pytest.mark.kernel
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FORMATS: list[Format] = [
+    *(CtPacked(bits=4, group_size=size, sym=sym) for size in (32, 64, 128, 256, -1) for sym in (True, False)),
+    *(CtPacked(bits=4, group_size=size, sym=False, dtype="float16") for size in (16, 96, 384)),
+    *(CtPacked(bits=bits, group_size=64, sym=sym) for bits in (2, 3, 5, 8) for sym in (True, False)),
+    *(CtPacked(bits=8, group_size=-1, sym=sym, dtype="float32") for sym in (True, False)),
+    *(Nf4(), Fp4(), LlmInt8(), CtInt8()),
+    *(CtFloat8(strategy=strategy) for strategy in ("tensor", "channel", "block")),
+    *(CtFloat8(activations="exact"), CtFloat8(strategy="tensor", activations="static")),
+]
+
+
+def make(fmt: Format, outputs: int, inputs: int) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    weight = torch.randn(outputs, inputs, generator=generator) * 0.02 + 0.005
+    return fmt.with_input_scale(fmt.quantize(weight), 8.0)
+
+
+def make_x(tokens: int, inputs: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+    return (torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(tokens)) + mean).to(dtype)
+
+
+def packed(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> cpu.CpuWeight:
+    weight = cpu.pack(fmt, quantized, dtype)
+    assert weight is not None, cpu.why_not(quantized)
+    return weight
+
+
+def assert_close(x: Tensor, fmt: Format, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
+    """Within the limit of x's dtype, and at most twice as far from the exact result as the plain meaning is."""
+    y = cpu.matmul(x, packed(fmt, quantized, x.dtype), bias)
+    assert y.shape == (x.shape[0], quantized.shape[0])
+    assert y.dtype == x.dtype
+    if y.numel() == 0:
+        return
+    exact = reference.exact(x, fmt, quantized, bias)
+    error = relative_error(y, exact)
+    assert error < LARGEST_ERROR[str(x.dtype)[6:]]
+    assert error < 2 * relative_error(reference.linear(x, fmt, quantized, bias), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.name} {fmt.describe()} {fmt.dtype}")
+def test_formats(fmt: Format, dtype: torch.dtype) -> None:
+    quantized = make(fmt, 200, 768)
+    bias = make_x(1, 200, dtype)[0]
+    for tokens in (17, 40):
+        assert_close(make_x(tokens, 768, dtype), fmt, quantized)
+    assert_close(make_x(17, 768, dtype, mean=3), fmt, quantized, bias)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17, 65])
+@pytest.mark.parametrize("outputs", [1, 63, 65, 129])
+@pytest.mark.parametrize("fmt", [CtPacked(bits=4, group_size=32, sym=False), Nf4(), CtInt8()], ids=lambda fmt: fmt.name)
+def test_odd_shapes(fmt: Format, outputs: int, tokens: int) -> None:
+    assert_close(make_x(tokens, 320, torch.bfloat16), fmt, make(fmt, outputs, 320), torch.ones(outputs).bfloat16())
+
+
+@pytest.mark.parametrize("inputs", [1, 7, 100, 104, 577])
+@pytest.mark.parametrize(
+    "fmt", [CtPacked(bits=4, group_size=-1), CtInt8(), LlmInt8(), CtFloat8()], ids=lambda f: f.name
+)
+def test_inputs_that_packed_products_cannot_take(fmt: Format, inputs: int) -> None:
+    quantized = make(fmt, 33, inputs)
+    assert cpu.choose(packed(fmt, quantized, torch.bfloat16), 1) == "slabs"
+    assert_close(make_x(5, inputs, torch.bfloat16), fmt, quantized)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_act_order(bits: int, dtype: torch.dtype) -> None:
+    fmt = Gptq(bits=bits, group_size=64, sym=False)
+    plain = make(fmt, 96, 256)
+    assert isinstance(plain, IntegerWeight)
+    shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+    scattered = replace(plain, codes=plain.codes[:, shuffled], group_of=plain.input_groups()[shuffled].int())
+    for tokens in (3, 40):
+        assert_close(make_x(tokens, 256, dtype), fmt, scattered)
+
+
+def test_zero_points_far_from_the_middle() -> None:
+    """The int4 product keeps zero point times scale in bfloat16, and inputs with a mean add its error up."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (64, 2048), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(64, 16, generator=generator) + 0.5).bfloat16()
+    zeros = torch.randint(0, 16, (64, 16), dtype=torch.uint8, generator=generator)
+    fmt = CtPacked(bits=4, group_size=128, sym=False)
+    assert_close(make_x(8, 2048, torch.bfloat16, mean=3), fmt, IntegerWeight(codes, scales, zeros, 4, 128))
+
+
+def test_more_than_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "SLAB", 1000)  # 7 rows of 128, and one row of 2048
+    for fmt, inputs in ((Nf4(), 128), (CtPacked(bits=3, group_size=64), 2048)):
+        assert_close(make_x(9, inputs, torch.float16), fmt, make(fmt, 40, inputs), torch.ones(40).half())
+
+
+def test_choice() -> None:
+    def chosen(fmt: Format, dtype: torch.dtype, tokens: int) -> str:
+        return cpu.choose(packed(fmt, make(fmt, 64, 128), dtype), tokens)
+
+    four, eight = CtPacked(bits=4, group_size=32), CtInt8()
+    assert [chosen(four, torch.bfloat16, tokens) for tokens in (1, 32, 33)] == ["int4", "int4", "slabs"]
+    assert [chosen(eight, torch.bfloat16, tokens) for tokens in (1, 32, 33)] == ["int8", "int8", "slabs"]
+    assert [chosen(fmt, torch.float16, 1) for fmt in (four, eight)] == ["slabs", "slabs"]
+    assert [chosen(fmt, torch.bfloat16, 1) for fmt in (Nf4(), CtFloat8())] == ["slabs", "slabs"]
+
+
+def test_four_bits_take_half_a_byte() -> None:
+    quantized = make(Nf4(), 256, 1024)
+    assert packed(Nf4(), quantized, torch.bfloat16).nbytes < 0.6 * quantized.codes.nbytes  # type: ignore[attr-defined]
+    fmt = CtPacked(bits=4, group_size=128)
+    assert packed(fmt, make(fmt, 256, 1024), torch.float16).nbytes < 0.6 * 256 * 1024
+    assert packed(fmt, make(fmt, 256, 1024), torch.bfloat16).nbytes < 1.1 * 256 * 1024  # in two orders
+
+
+def test_out_and_strides() -> None:
+    """The int8 product reads with aligned loads: views at odd addresses must be copied, not read."""
+    for fmt in (CtPacked(bits=4, group_size=32), CtInt8(), Nf4()):
+        quantized = make(fmt, 40, 128)
+        wide = make_x(5, 300, torch.bfloat16)
+        x, out = wide[:, 1:129], torch.full((5, 50), 7.0).bfloat16()
+        y = cpu.matmul(x, packed(fmt, quantized, x.dtype), out=out[:, 3:43])
+        assert y.data_ptr() == out[:, 3:].data_ptr()
+        assert torch.equal(y, cpu.matmul(x.contiguous(), packed(fmt, quantized, x.dtype)))
+        assert bool((out[:, :3] == 7).all())
+        assert bool((out[:, 43:] == 7).all())
+
+
+def test_codes_at_an_odd_address() -> None:
+    flat = torch.zeros(16 * 128 + 1, dtype=torch.int8)
+    quantized = AbsmaxInt8Weight(flat[1:].view(16, 128), torch.ones(16))
+    x = torch.zeros(129, dtype=torch.bfloat16)[1:].view(1, 128)
+    assert cpu.choose(packed(LlmInt8(), quantized, x.dtype), 1) == "int8"
+    assert not bool(cpu.matmul(x, packed(LlmInt8(), quantized, x.dtype)).any())
+
+
+def test_weights_it_leaves_to_others() -> None:
+    ragged = replace(make(CtPacked(group_size=64), 8, 128), group_of=torch.zeros(128, dtype=torch.int32))  # type: ignore[type-var]
+    assert cpu.pack(CtPacked(group_size=64), ragged, torch.float16) is None
+    assert "do not divide 128 inputs" in str(cpu.why_not(ragged))
+    across = make(Nf4(), 8, 100)
+    assert cpu.pack(Nf4(), across, torch.float16) is None
+    assert "across the ends of rows of 100 inputs" in str(cpu.why_not(across))
+    blocks = CtFloat8(strategy="block")
+    assert cpu.pack(blocks, make(blocks, 8, 200), torch.float16) is None
+
+
+def test_refuses_what_it_cannot_take() -> None:
+    fmt = CtPacked(bits=4, group_size=32)
+    quantized = make(fmt, 40, 128)
+    weight, x = packed(fmt, quantized, torch.bfloat16), make_x(3, 128, torch.bfloat16)
+    refused = [
+        (r"x has shape \[3, 127\], but must be \[any, 128\]", lambda: cpu.matmul(x[:, 1:], weight)),
+        (r"x has shape \[128\]", lambda: cpu.matmul(x[0], weight)),
+        ("x is float16, but must be bfloat16", lambda: cpu.matmul(x.half(), weight)),
+        (r"bias has shape \[3\], but must be \[40\]", lambda: cpu.matmul(x, weight, x[:, 0])),
+        ("bias is float32", lambda: cpu.matmul(x, weight, torch.zeros(40))),
+        (r"out has shape \[3, 128\], but must be \[3, 40\]", lambda: cpu.matmul(x, weight, out=x)),
+        ("out is float32", lambda: cpu.matmul(x, weight, out=torch.zeros(3, 40))),
+        ("one device", lambda: cpu.matmul(x.to("meta"), weight)),
+        ("dtype is float64", lambda: cpu.pack(fmt, quantized, torch.float64)),
+        ("move it to the CPU", lambda: cpu.pack(LlmInt8(), make_meta(), torch.bfloat16)),
+    ]
+    for words, call in refused:
+        with pytest.raises(InputError, match=words):
+            call()
+
+
+def make_meta() -> AbsmaxInt8Weight:
+    return AbsmaxInt8Weight(torch.zeros(8, 16, dtype=torch.int8, device="meta"), torch.ones(8, device="meta"))

@@ -1,0 +1,132 @@
+"""Which kernel is taken: from a measured table, from a related one, from defaults; and the op that hides it all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import InputError
+from quantkit.formats import CtFloat8, CtPacked, Format, LlmInt8, Nf4
+from quantkit.kernels.linear import dispatch, eight_bit, op, packed, tuning
+from quantkit.kernels.linear.dispatch import choose, default_choice, from_entry, splits, to_entry, weight_kind
+from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
+from quantkit.kernels.linear.skinny import SkinnyConfig
+from quantkit.kernels.reference import linear as reference
+from quantkit.kernels.reference.compare import relative_error
+
+pytestmark = pytest.mark.kernel
+
+
+def packed_weight(fmt: Format, outputs: int = 128, inputs: int = 256) -> packed.PackedWeight:
+    return packed.pack(fmt.quantize(0.02 * torch.randn(outputs, inputs)))
+
+
+def test_kinds() -> None:
+    assert weight_kind(packed_weight(CtPacked(group_size=128))) == "int4-g128"
+    assert weight_kind(packed_weight(CtPacked(group_size=-1, sym=False))) == "int4-row-zeros"
+    assert weight_kind(packed_weight(Nf4())) == "nf4-g64-nested"
+    fmt = CtFloat8(strategy="block")
+    assert weight_kind(eight_bit.pack(fmt, fmt.quantize(torch.randn(16, 128)))) == "fp8-block-blocks"
+
+
+def test_measured_entry_comes_first() -> None:
+    weight = packed_weight(CtPacked(group_size=128))
+    measured = SkinnyConfig(128, 8, 4, 3, 2)
+    table = {"int4-g128": {"128x256": {"8": ["skinny", *[128, 8, 4, 3, 2, False]], "1024": ["dequantize"]}}}
+    assert choose(weight, 3, table).config == measured
+    assert choose(weight, 5000, table).kernel == "dequantize"
+    assert "measured" in choose(weight, 3, table).why
+    asymmetric = packed_weight(CtPacked(group_size=128, sym=False))
+    assert choose(asymmetric, 3, table).config == measured  # a relative's measurement
+    assert "no measurement" in choose(weight, 30, table).why
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 100, 300, 4096])
+def test_defaults_run_for_every_shape(tokens: int) -> None:
+    weight = packed_weight(Nf4(), 96, 320)
+    choice = choose(weight, tokens, {})
+    assert choice.kernel == ("dequantize" if tokens > 256 else "skinny")
+    fmt = LlmInt8()
+    eight = eight_bit.pack(fmt, fmt.quantize(torch.randn(48, 320)))
+    config = choose(eight, tokens, {}).config
+    assert isinstance(config, EightBitConfig)
+    assert eight.columns % config.depth == 0
+
+
+def test_blocks_of_128_are_never_cut_across() -> None:
+    fmt = CtFloat8(strategy="block")
+    weight = eight_bit.pack(fmt, fmt.quantize(torch.randn(256, 512)))
+    for tokens in dispatch.BUCKETS:
+        config = default_choice(weight, tokens, 132).config
+        assert isinstance(config, EightBitConfig)
+        assert config.depth == 128
+
+
+def test_splits_fill_the_gpu_and_leave_every_program_work() -> None:
+    assert splits(tiles=1000, steps=32, programs=900) == 1
+    assert splits(tiles=128, steps=32, programs=1000) == 4
+    assert splits(tiles=1, steps=32, programs=1000) == 16
+    assert splits(tiles=1, steps=1, programs=1000) == 1
+
+
+def test_entries_come_back_as_they_were() -> None:
+    for choice in (
+        dispatch.Choice("skinny", SkinnyConfig(32, 8, 2, 3, 4, True), "x"),
+        dispatch.Choice("eight_bit", EightBitConfig(64, 16, 256, 4, 3, 2), "x"),
+        dispatch.Choice("scaled_mm", None, "x"),
+    ):
+        assert from_entry(json.loads(json.dumps(to_entry(choice))), "x") == choice
+
+
+def test_the_shipped_table_can_be_read() -> None:
+    table = dispatch.table_of("nvidia-h200")
+    assert {"int4-g128", "nf4-g64-nested", "int8-outliers", "int8-token", "fp8-token"} <= set(table)
+    for shapes in table.values():
+        for buckets in shapes.values():
+            assert list(buckets) == [str(most) for most in dispatch.BUCKETS]
+            for entry in buckets.values():
+                from_entry(entry, "")
+
+
+def test_tables_are_merged(tmp_path: Path) -> None:
+    file = tmp_path / "deeper" / "gpu.json"
+    tuning.save({"a": {"1x1": {"8": ["dequantize"]}}}, file)
+    tuning.save({"a": {"2x2": {"8": ["dequantize"]}}, "b": {}}, file)
+    assert json.loads(file.read_text()) == {"a": {"1x1": {"8": ["dequantize"]}, "2x2": {"8": ["dequantize"]}}, "b": {}}
+
+
+def test_candidates_can_be_launched() -> None:
+    weight = packed_weight(CtPacked(group_size=128), 128, 1024)
+    for most in dispatch.BUCKETS:
+        found = list(tuning.candidates(weight, most))
+        assert found
+        assert all(isinstance(choice.config, SkinnyConfig) or choice.kernel == "dequantize" for choice in found)
+
+
+def test_the_op_on_any_device(device: str) -> None:
+    for fmt in (CtPacked(group_size=64), Nf4(), LlmInt8(), CtFloat8()):
+        torch.manual_seed(0)
+        quantized = fmt.quantize((0.02 * torch.randn(96, 192)).to(device))
+        weight = op.prepare(fmt, quantized)
+        for tokens in (1, 20, 300):
+            x = torch.randn(tokens, 192, device=device, dtype=torch.bfloat16)
+            bias = torch.randn(96, device=device, dtype=torch.bfloat16)
+            assert relative_error(op.linear(x, weight, bias), reference.exact(x, fmt, quantized, bias)) < 5e-3
+            assert ":" in op.explain(weight, tokens)
+
+
+def test_what_no_kernel_takes_is_decoded(device: str) -> None:
+    fmt = Nf4(block=64)
+    quantized = fmt.quantize(torch.randn(8, 96, device=device))  # blocks reach across rows
+    weight = op.prepare(fmt, quantized)
+    assert isinstance(weight, op.DecodedWeight)
+    x = torch.randn(2, 96, device=device, dtype=torch.bfloat16)
+    out = torch.empty(2, 8, device=device, dtype=torch.bfloat16)
+    assert op.linear(x, weight, out=out) is out
+    assert relative_error(out, reference.exact(x, fmt, quantized)) < 5e-3
+    assert op.explain(weight, 1).startswith("decode and multiply: ")
+    with pytest.raises(InputError, match=r"must be \[any, 96\]"):
+        op.linear(x[:, :5], weight)
+    with pytest.raises(InputError, match="float64"):
+        op.linear(x.double(), weight)
