@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 
+from quantkit.errors import InputError
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
 from quantkit.kernels.linear.packed import PackedWeight
@@ -131,13 +132,23 @@ def to_entry(choice: Choice) -> list[Any]:
 
 @cache
 def table_of(gpu: str) -> Table:
-    """The table of a GPU by its name: shipped, or tuned earlier on this machine; empty when there is neither."""
-    for folder in (cache_folder(), SHIPPED):
-        file = folder / f"{gpu}.json"
-        if file.exists():
-            table: Table = json.loads(file.read_text(encoding="utf-8"))
-            return table
-    return {}
+    """The table of a GPU by its name: what ships, and over it what was tuned on this machine; empty without either."""
+    table: dict[str, dict[str, Any]] = {}
+    for folder in (SHIPPED, cache_folder()):
+        for kind, shapes in read_table(folder / f"{gpu}.json").items():
+            table.setdefault(kind, {}).update(shapes)
+    return table
+
+
+def read_table(file: Path) -> Table:
+    """A table from its file; empty where there is none."""
+    if not file.exists():
+        return {}
+    try:
+        table: Table = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is not a table of kernels ({error}); delete it to tune again") from error
+    return table
 
 
 def cache_folder() -> Path:

@@ -193,6 +193,8 @@ def launch(
         raise InputError(
             f"{NAME}: a depth of {config.depth} does not fit {weight.columns} columns or blocks of {CHUNK}"
         )
+    if weight.rows % config.outputs:
+        raise InputError(f"{NAME}: tiles of {config.outputs} outputs do not divide {weight.rows} padded outputs")
     steps = weight.columns // config.depth
     per_split = triton.cdiv(steps, config.splits)
     splits = triton.cdiv(steps, per_split)  # none of them empty

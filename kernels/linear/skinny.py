@@ -172,6 +172,8 @@ def matmul(
     y = x.new_empty(tokens, weight.outputs) if out is None else out
     if tokens == 0:
         return y
+    if weight.rows % config.outputs:
+        raise InputError(f"{NAME}: tiles of {config.outputs} outputs do not divide {weight.rows} padded outputs")
     tiles = (triton.cdiv(tokens, config.tokens), triton.cdiv(weight.outputs, config.outputs))
     per_split = triton.cdiv(weight.chunks, config.splits)
     splits = triton.cdiv(weight.chunks, per_split)  # none of them empty

@@ -1,7 +1,9 @@
 """Finding the fastest choice for every number of tokens, by measuring on the GPU that is there.
 
+    tune_once(weight, expected)       measures what no table has, and keeps it where `dispatch.py` finds it
+
 Candidates are those that won somewhere in a wide sweep on an H200. A choice whose result differs from the plain
-meaning is never taken. `save` keeps a table where `dispatch.py` finds it.
+meaning is never taken.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.linear import op, scaled_mm
-from quantkit.kernels.linear.dispatch import BUCKETS, Choice, to_entry, weight_kind
+from quantkit.kernels.linear.dispatch import (
+    BUCKETS,
+    Choice,
+    cache_folder,
+    device_name,
+    read_table,
+    table_of,
+    to_entry,
+    weight_kind,
+)
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
 from quantkit.kernels.linear.packed import TICKETS, PackedWeight
@@ -110,6 +121,23 @@ def tune(
     return entries
 
 
+def tune_once(
+    weight: PackedWeight | EightBitWeight,
+    expected: Callable[[Tensor], Tensor],
+    *,
+    again: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> bool:
+    """Whether there was something to measure: nothing is, where this GPU's table has this kind and shape already."""
+    gpu = device_name(weight.device)
+    kind, shape = weight_kind(weight), f"{weight.outputs}x{weight.inputs}"
+    if not again and shape in table_of(gpu).get(kind, {}):
+        return False
+    save({kind: {shape: tune(weight, expected, progress=progress)}}, cache_folder() / f"{gpu}.json")
+    table_of.cache_clear()
+    return True
+
+
 def _call(choice: Choice, x: Tensor, weight: PackedWeight | EightBitWeight) -> Callable[[], Any]:
     return lambda: op.run(choice, x, weight)
 
@@ -142,7 +170,7 @@ def microseconds(calls: list[Callable[[], Any]], repeats: int = 10) -> float:
 
 def save(table: dict[str, dict[str, dict[str, list[Any]]]], file: Path) -> None:
     """Adds measurements to a table's file; one line per shape, so that changes can be read."""
-    merged = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    merged: dict[str, dict[str, Any]] = {kind: dict(shapes) for kind, shapes in read_table(file).items()}
     for kind, shapes in table.items():
         merged.setdefault(kind, {}).update(shapes)
     lines = []

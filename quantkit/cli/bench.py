@@ -41,6 +41,9 @@ def command() -> None:
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of activations: bfloat16 or float16.")
 @click.option("--repeat", type=click.IntRange(min=1), metavar="N", help="Timings per number; default: 20, on a CPU 5.")
 @click.option("--device", help="cuda or cpu; default: the GPU where there is one.")
+@click.option(
+    "--tune", is_flag=True, help="First find the fastest kernels for these layers on this GPU, and keep them."
+)
 @click.option("--explain", is_flag=True, help="Say which kernel was chosen, and why.")
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/kernels.csv.")
 @click.option("--no-save", is_flag=True, help="Append to no file.")
@@ -53,6 +56,7 @@ def kernels(
     dtype: str,
     repeat: int | None,
     device: str | None,
+    tune: bool,
     explain: bool,
     output: Path | None,
     no_save: bool,
@@ -65,6 +69,7 @@ def kernels(
     quantkit bench kernels --format w4,nf4 --m 1,8,64 --shape llama-3.2-1b
     quantkit bench kernels --format attention --against torch
     quantkit bench kernels --format all --shape 4096x4096 --explain --no-save
+    quantkit bench kernels --format w4 --shape qwen2.5-7b --tune
 
     Every result is compared with float64 first; one that is wrong gets no time, and the exit code is 1. The limit is
     memory bandwidth or matrix rate, whichever binds, measured in the same run. docs/bench.md has the protocol.
@@ -79,6 +84,8 @@ def kernels(
     cases = make_cases(names, models, _numbers(tokens), dtype, on_gpu=where != "cpu")
     peers = choose_peers(_split(*against) or None)
     path = results_path(output, not no_save)
+    if tune:
+        _tune(cases, where)
     report = _measure(cases, dtype, clock_for(where, repeat), peers, path)
     if as_json:
         print_json(report.to_dict())
@@ -102,6 +109,16 @@ def _measure(cases: Sequence[Case], dtype: str, clock: Clock, peers: Sequence[Co
             advance(row.case.name, len(cases))
 
         return run.Bench(clock, peers, run.OURS).run(cases, limits, on_row)
+
+
+def _tune(cases: Sequence[Case], where: str) -> None:
+    import torch
+
+    from quantkit.eval.kernels.tune import tune_cases
+
+    if where == "cpu":
+        raise InputError("--tune finds the fastest kernels of a GPU, and there is none here; leave it out")
+    tune_cases(cases, torch.device(where), lambda line: click.echo(line, err=True))
 
 
 def _print(report: Report, explain: bool, path: Path | None) -> None:

@@ -221,3 +221,9 @@ def test_on_the_gpu(run_cli: Cli) -> None:
     report = json.loads(out)
     assert report["device"] == torch.cuda.get_device_name()
     assert all(row["peers"] for row in report["rows"] if row["what"] == "linear")
+
+
+def test_tuning_needs_a_gpu(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = run_cli("bench", "kernels", "--shape", "128x256", "--device", "cpu", "--tune", "--no-save")
+    assert code == 2
+    assert "--tune" in err

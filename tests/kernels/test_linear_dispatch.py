@@ -96,6 +96,34 @@ def test_tables_are_merged(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == {"a": {"1x1": {"8": ["dequantize"]}, "2x2": {"8": ["dequantize"]}}, "b": {}}
 
 
+def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text("{")
+    with pytest.raises(InputError, match="is not a table of kernels"):
+        dispatch.read_table(file)
+
+
+@pytest.mark.gpu
+def test_tuning_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    dispatch.table_of.cache_clear()
+    fmt = CtPacked(group_size=128)
+    quantized = fmt.quantize(0.02 * torch.randn(128, 256, device="cuda"))
+    weight = packed.pack(quantized)
+    lines: list[str] = []
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        return reference.linear(x, fmt, quantized)
+
+    try:
+        assert tuning.tune_once(weight, expected, progress=lines.append)
+        assert not tuning.tune_once(weight, expected)
+        assert not any("wrong" in line for line in lines)
+        assert choose(weight, 1).why == "measured for int4-g128 128x256 at 8 tokens"
+    finally:
+        dispatch.table_of.cache_clear()
+
+
 def test_candidates_can_be_launched() -> None:
     weight = packed_weight(CtPacked(group_size=128), 128, 1024)
     for most in dispatch.BUCKETS:

@@ -1,0 +1,38 @@
+"""Measuring the table of this GPU (kernels/linear/tuning.py) for the layers that are about to be benchmarked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.eval.kernels.cases import Case, LinearCase
+from quantkit.eval.kernels.problems import LinearProblem, make_problems
+from quantkit.kernels.linear import op
+from quantkit.kernels.linear.eight_bit import EightBitWeight
+from quantkit.kernels.linear.packed import PackedWeight
+
+
+@torch.no_grad()
+def tune_cases(cases: Sequence[Case], device: torch.device, progress: Callable[[str], None]) -> int:
+    """How many kinds and shapes were measured; all of them, known or not."""
+    from quantkit.kernels.linear.tuning import tune_once
+
+    layers = {(case.format, case.shape): case for case in cases if isinstance(case, LinearCase)}
+    measured = 0
+    for problem in make_problems(list(layers.values()), device):
+        assert isinstance(problem, LinearProblem)
+        fmt, quantized, dense = problem.weight.fmt, problem.weight.quantized, problem.weight.dense
+        if fmt is None or quantized is None:
+            continue
+        weight = op.prepare(fmt, quantized, problem.x.dtype)
+        if isinstance(weight, PackedWeight | EightBitWeight):
+
+            def expected(x: Tensor, dense: Tensor = dense, problem: LinearProblem = problem) -> Tensor:
+                fmt = problem.weight.fmt
+                assert fmt is not None
+                return fmt.served_inputs(x, problem.weight.quantized) @ dense.mT
+
+            measured += tune_once(weight, expected, again=True, progress=progress)
+    return measured
