@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from quantkit.arch import Family, Group
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.formats.base import DTYPES
+from quantkit.host_memory import return_free_memory
 from quantkit.served import serve_inputs
 
 VOCABULARY_PIECE = 16384  # rows of the output matrix converted at once
@@ -152,6 +153,7 @@ class BlockRunner:
     def free(self, layer: int) -> None:
         """Makes a block an empty shell again."""
         self.blocks[layer].to("meta")
+        return_free_memory()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

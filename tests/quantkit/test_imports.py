@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "progress": set(),
     "wording": set(),
+    "host_memory": set(),
     "formats": {"errors"},
     "arch": {"errors"},
     "sources": {"errors"},
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "calibration": {"bundled"},
     "divergence": set(),
     "served": {"checkpoint"},
-    "blocks": {"arch", "checkpoint", "formats", "served"},
+    "blocks": {"arch", "checkpoint", "formats", "host_memory", "served"},
     "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods"},
     "reference": {"errors", "formats", "checkpoint", "served", "sources"},
 }
