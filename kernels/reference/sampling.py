@@ -1,7 +1,7 @@
 """What the sampling kernels mean, by sorting, in plain torch: what tests compare with, and what runs without a GPU.
 
-Distances and weights are the integers of `sampling.py`, so that a kernel and its meaning choose the same tokens; only
-exp may differ in its last bit.
+Distances and weights are the integers of `sampling/weights.py`, so that a kernel and its meaning choose the same
+tokens; only exp may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `sampling.py`."""
+    """See `sampling/sample.py`."""
     stays = allowed(logits, temperature, top_k, top_p, min_p)
     upto = torch.where(stays, weights(distances(logits, temperature)), 0).cumsum(-1)
     whole = upto[:, -1]
@@ -81,7 +81,7 @@ def sample(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `sampling.py`."""
+    """See `sampling/greedy.py`."""
     top = logits.amax(-1, keepdim=True)
     places = torch.arange(logits.shape[1], device=logits.device)
     tokens = torch.where(logits == top, places, logits.shape[1]).amin(-1)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from quantkit.errors import InputError
-from quantkit.kernels import sampling
 from quantkit.kernels.reference import sampling as reference
-from quantkit.kernels.sampling import greedy, sample
+from quantkit.kernels.sampling import cut_off, weights
+from quantkit.kernels.sampling.greedy import choose_largest, greedy
+from quantkit.kernels.sampling.sample import sample
 
 pytestmark = pytest.mark.kernel
 
@@ -20,8 +21,7 @@ Parameters = dict[str, torch.Tensor]
 def small_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter, which takes as long for masked tokens, a quarter of the size suffices."""
     if device == "cpu":
-        monkeypatch.setattr(sampling, "_CHUNK", 1024)
-        monkeypatch.setattr(sampling, "_TILE", 1024)
+        monkeypatch.setattr(weights, "PART", 1024)
 
 
 def make(requests: int, vocab: int, device: str, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -59,10 +59,9 @@ def allowed(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     temperature, top_k, top_p = (parameters[name] for name in ("temperature", "top_k", "top_p"))
     tokens = torch.empty(shape, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    splits, tops, _, states = sampling._start(logits, (tokens, logprobs), (temperature, top_k, top_p))
-    state = sampling._find_cut_off(logits, tops, temperature, top_p, states, splits)
-    assert bool((state[:, 0] == 3).all())  # every search has ended
-    cut, spare = state[:, 5:6], state[:, 6:7]
+    largest = choose_largest(logits, (tokens, logprobs))
+    state = cut_off.find_cut_off(logits, *largest, temperature, top_k, top_p).state
+    cut, spare = state[:, cut_off.CUT.value, None], state[:, cut_off.SPARE.value, None]
     distance = reference.distances(logits, temperature)
     ties = distance == cut
     stays = (distance < cut) | (ties & (ties.cumsum(-1) <= spare))
@@ -89,7 +88,7 @@ def test_allowed_tokens_as_by_sorting(vocab: int, case: str, device: str) -> Non
 
 
 def test_several_parts_and_odd_rows(device: str) -> None:
-    logits = make(3, 2 * sampling._CHUNK + 4, device)[:, 1:-2]  # an odd width, rows further apart than that
+    logits = make(3, 2 * weights.PART + 4, device)[:, 1:-2]  # an odd width, rows further apart than that
     parameters = settings(3, device, top_k=[0, 50, 1500], top_p=[0.7, 0.9, 0.99], temperature=[2.0, 1.0, 3.0])
     assert torch.equal(allowed(logits, parameters), reference.allowed(logits, *list(parameters.values())[:4]))
     assert_same_draws(logits, parameters)
@@ -114,10 +113,24 @@ def test_meaning_as_in_float64(device: str) -> None:
         assert result[i].nonzero()[:, 0].tolist() == sorted(order[: len(kept)].tolist())
 
 
-@pytest.mark.parametrize("narrowings", [1, 2])
-def test_rows_that_one_program_must_end(narrowings: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_NARROWINGS", narrowings)
-    logits, parameters = make(3, 300, device), settings(3, device, top_k=[0, 20, 90], top_p=[0.9, 1.0, 0.8])
+def test_many_tokens_in_the_list(device: str) -> None:
+    """More than settling and weighing take at a time, from several parts; float32's neighbours, ties, all equal."""
+    logits = make(5, 5 * weights.PART + 300, device, spread=0.01)
+    logits[1] = logits[1].mul(300).round() / 300
+    logits[2, ::7] = 0.02
+    logits[4] = 0.0
+    cuts = {"top_p": [0.5, 0.3, 1.0, 0.9, 0.7], "top_k": [0, 0, 4000, 4500, 0]}
+    parameters = settings(5, device, **cuts, temperature=[1.0, 1.0, 3.0, 0.01, 1.0])
+    assert torch.equal(allowed(logits, parameters), reference.allowed(logits, *list(parameters.values())[:4]))
+    assert_same_draws(logits, parameters)
+    assert_same_draws(logits, parameters | {"min_p": torch.full_like(parameters["min_p"], 0.99)})
+
+
+@pytest.mark.parametrize("top_p", [1e-7, 0.3, 0.9, 0.9999, 1 - 2.0**-24])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 8.0])
+def test_window_holds_the_cut_off(spread: float, top_p: float, device: str) -> None:
+    logits = make(4, 900, device, spread=spread)
+    parameters = settings(4, device, top_p=top_p, temperature=[0.01, 0.7, 1.0, 50.0])
     assert torch.equal(allowed(logits, parameters), reference.allowed(logits, *list(parameters.values())[:4]))
 
 
