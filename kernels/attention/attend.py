@@ -235,10 +235,10 @@ def attend(
     chosen = plan(tokens, sequences, max_queries, group)
     if chosen.decode_rows:
         bound = page_table.shape[1] * layout.page_size if max_context is None else max_context
-        config = decode or decode_config(layout.padded_dim, layout.dtype.itemsize, chosen.decode_rows)
-        pairs = sequences * layout.kv_heads
-        programs = multiprocessors(q.device) * config.programs_per_sm
-        parts = splits or choose_splits(pairs, bound, programs, config.block_n)
+        pairs, processors = sequences * layout.kv_heads, multiprocessors(q.device)
+        kind = (layout.padded_dim, layout.dtype.itemsize, chosen.decode_rows)
+        config = decode or decode_config(*kind, pairs, processors)
+        parts = splits or choose_splits(pairs, bound, processors * config.programs_per_sm, config.block_n)
         needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
         space = _scratch_for(scratch, q.device, needed)
         launch_decode(tensors, scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)

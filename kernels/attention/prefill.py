@@ -7,7 +7,7 @@ Limits   query heads per KV head at most 64; sequences whose new tokens * group 
 One program serves BLOCK_M rows: BLOCK_M // GROUP neighbouring new tokens times the query heads of one KV head, which
 all read the same keys. The last tokens of a sequence come first, since they look at the most keys; all tiles of a
 sequence come together, since they share its keys in the second-level cache. Tiles of keys that every row sees skip
-the mask; one loop takes both kinds, since a second loop would wait for its first keys again.
+the mask; one loop takes both kinds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from quantkit.kernels.attention.tiles import (
     multiply,
     multiply_add,
     row_offsets,
+    settle,
 )
 
 _SEQUENCES_AT_ONCE = 256  # that a program looks through to find its own
@@ -37,21 +38,69 @@ _SEQUENCES_AT_ONCE = 256  # that a program looks through to find its own
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the prefill kernel is compiled: rows and keys of a tile, warps, stages of the pipeline."""
+    """How the prefill kernel is compiled: rows and keys of a tile, warps, stages of the pipeline, registers."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread; 128 lets two programs of 8 warps share a multiprocessor
 
 
 def prefill_config(padded_dim: int) -> PrefillConfig:
-    """The default for a head dimension."""
-    if padded_dim == 256:
+    """The default for a head dimension.
+
+    Up to 128, two programs share a multiprocessor: one multiplies while the other weighs. On an H200, dim 128, pages of
+    16, 8x1024 / 1x8192 / 16x2048 tokens, in us: 183 / 1160 / 1309, against 222 / 1270 / 1490 for one program with three
+    stages. A second loop without masks (192 / 1128 / 1300) or one program of 256 rows and 16 warps (193 / 1145 / 1288)
+    lose on short prompts what they win on long ones; tiles of 32 keys (204 / 1279 / 1431 or more) and values one turn
+    after their keys (211 / 1296 / 1520 or more) lose on all.
+    """
+    if padded_dim == 256:  # the sums alone take 128 registers
         return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
-    if padded_dim == 64:
-        return PrefillConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)
-    return PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
+    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)
+
+
+@triton.jit
+def _row_places(
+    first,
+    query,
+    new,
+    head,
+    per_token,
+    per_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Offsets in q or out and mask [BLOCK_M, PADDED_DIM]: row r is query head r % GROUP of token query + r // GROUP."""
+    row = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, PADDED_DIM)
+    mine = (row < BLOCK_M // GROUP * GROUP) & (query + row // GROUP < new)
+    token = (first + query + row // GROUP).to(tl.int64)
+    places = token * per_token + (head * GROUP + row % GROUP) * per_head
+    return places[:, None] + columns[None, :], mine[:, None] & (columns < HEAD_DIM)[None, :]
+
+
+@triton.jit
+def _weigh(scores, tokens, position, top, total, clear, scale, soft_cap, window):
+    """Weights of a tile's keys, the new `top` and `total`, and by what earlier weights shrink.
+
+    `clear`: every row sees every key.
+    """
+    steep = scale * LOG2_E if soft_cap is None else LOG2_E  # capped scores are scaled already
+    if soft_cap is not None:
+        scores = cap_scores(scores, scale, soft_cap)
+    if not clear:
+        seen = tokens[None, :] <= position[:, None]
+        if window is not None:
+            seen = seen & (tokens[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, axis=1))
+    shrink = tl.exp2((top - highest) * steep)
+    weight = tl.exp2(scores * steep - (highest * steep)[:, None])
+    return weight, highest, total * shrink + tl.sum(weight, axis=1), shrink
 
 
 @triton.jit(do_not_specialize=["sequences", "table_stride", "window"])
@@ -108,23 +157,17 @@ def _prefill(
         clear_from = tl.maximum(latest - window + 1, 0)
     begin = oldest // BLOCK_N * BLOCK_N
     table = page_table + sequence.to(tl.int64) * table_stride
-    pages = load_pages(table, begin, oldest, context, PAGE, BLOCK_N)  # before the queries: keys wait for it
 
-    row = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, PADDED_DIM)
-    mine = (row < QUERIES * GROUP) & (query + row // GROUP < new)
-    held = mine[:, None] & (columns < HEAD_DIM)[None, :]
-    token = (first + query + row // GROUP).to(tl.int64)
-    q_head_of_row = head * GROUP + row % GROUP
-    queries = tl.load(q + (token * q_token + q_head_of_row * q_head)[:, None] + columns[None, :], mask=held, other=0.0)
-    position = earliest + row // GROUP
+    places, held = _row_places(first, query, new, head, q_token, q_head, GROUP, HEAD_DIM, BLOCK_M, PADDED_DIM)
+    queries = tl.load(q + places, mask=held, other=0.0)
+    position = earliest + tl.arange(0, BLOCK_M) // GROUP
     if k_scale is not None:
         scale = scale * tl.load(k_scale + head)
-    steep = scale * LOG2_E if soft_cap is None else LOG2_E  # capped scores are scaled already
 
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    pages = load_pages(table, begin, oldest, context, PAGE, BLOCK_N)
     for start in range(begin, latest + 1, BLOCK_N):
         following = load_pages(table, start + BLOCK_N, oldest, context, PAGE, BLOCK_N)
         tokens = start + tl.arange(0, BLOCK_N)
@@ -135,26 +178,21 @@ def _prefill(
         keys = load_rows(cache_k, offsets, inside, HEAD_DIM, PADDED_DIM)
         values = load_rows(cache_v, offsets, inside, HEAD_DIM, PADDED_DIM)
         scores = multiply(queries, tl.trans(keys.to(queries.dtype)))
-        if soft_cap is not None:
-            scores = cap_scores(scores, scale, soft_cap)
-        if (start >= clear_to) | (start < clear_from):
-            seen = tokens[None, :] <= position[:, None]
-            if window is not None:
-                seen = seen & (tokens[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        shrink = tl.exp2((top - highest) * steep)
-        weight = tl.exp2(scores * steep - (highest * steep)[:, None])
-        total = total * shrink + tl.sum(weight, axis=1)
+        clear = (start >= clear_from) & (start < clear_to)
+        weight, top, total, shrink = _weigh(scores, tokens, position, top, total, clear, scale, soft_cap, window)
         acc = multiply_add(weight.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None])
-        top = highest
+        if PADDED_DIM <= 128:  # then the next scores take over the registers of the weights, and 128 suffice;
+            acc = settle(acc)  # the wait is the other program's time, see prefill_config
         pages = following
 
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if v_scale is not None:
         acc = acc * tl.load(v_scale + head)
-    places = out + (token * out_token + q_head_of_row * out_head)[:, None] + columns[None, :]
-    tl.store(places, acc.to(out.dtype.element_ty), mask=held)
+    # Read again, so that the places of the rows do not take 20 registers of every thread during the loop.
+    first = tl.load(starts + sequence, volatile=True)
+    new = tl.load(starts + sequence + 1, volatile=True) - first
+    places, held = _row_places(first, query, new, head, out_token, out_head, GROUP, HEAD_DIM, BLOCK_M, PADDED_DIM)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=held)
 
 
 def prefill_constants(layout: CacheLayout, group: int, skip_rows: int, config: PrefillConfig) -> dict[str, int]:
@@ -187,4 +225,5 @@ def launch_prefill(
         **prefill_constants(layout, group, skip_rows, config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )

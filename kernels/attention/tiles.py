@@ -75,6 +75,15 @@ def multiply_add(left, right, total):
 
 
 @triton.jit
+def settle(total):
+    """`total` itself. Whoever reads a product in the loop that makes it waits for it there: an empty instruction."""
+    if INTERPRETED:
+        return total
+    else:
+        return tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def cap_scores(scores, scale, soft_cap):
     """soft_cap * tanh(scale * scores / soft_cap); the tanh by way of exp2, which is right at both ends."""
     doubled = scores * (2.0 * LOG2_E * scale / soft_cap)

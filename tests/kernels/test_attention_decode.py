@@ -134,6 +134,11 @@ def test_choose_splits() -> None:
     assert choose_splits(0, 0, 264, 64) == 1
 
 
+def test_few_sequences_get_one_program_per_multiprocessor() -> None:
+    assert decode_config(128, 2, 4, pairs=64, processors=132) == DecodeConfig(128, 4, 3, 1)
+    assert decode_config(128, 2, 4, pairs=256, processors=132) == DecodeConfig(64, 2, 3, 3)
+
+
 def test_scratch_needs() -> None:
     assert scratch_needs(8, 3, 4, 128) == {"programs": 24, "rows": 4, "padded_dim": 128, "counters": 8}
     assert scratch_needs(8, 1, 4, 128)["programs"] == 0
@@ -149,8 +154,9 @@ def test_plan() -> None:
 
 @pytest.mark.parametrize("padded_dim", [64, 128, 256])
 @pytest.mark.parametrize("itemsize", [1, 2])
-def test_default_tiles_fit_shared_memory(padded_dim: int, itemsize: int) -> None:
-    config = decode_config(padded_dim, itemsize, 4)
+@pytest.mark.parametrize("pairs", [8, 256])
+def test_default_tiles_fit_shared_memory(padded_dim: int, itemsize: int, pairs: int) -> None:
+    config = decode_config(padded_dim, itemsize, 4, pairs, 132)
     assert 2 * config.block_n * padded_dim * itemsize * config.num_stages <= 200_000
 
 
