@@ -22,8 +22,10 @@ import torch
 import triton
 
 from quantkit.errors import InputError
+from quantkit.kernels.linear import hopper
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
+from quantkit.kernels.linear.hopper import HopperConfig
 from quantkit.kernels.linear.packed import PackedWeight
 from quantkit.kernels.linear.skinny import SkinnyConfig
 
@@ -54,10 +56,10 @@ _EIGHT_BIT = {
 
 @dataclass(frozen=True)
 class Choice:
-    """`kernel` is skinny, dequantize (then a plain matmul), eight_bit or scaled_mm (torch's own, for FP8)."""
+    """`kernel` is skinny, hopper, dequantize (then a plain matmul), eight_bit or scaled_mm (torch's own, for FP8)."""
 
     kernel: str
-    config: SkinnyConfig | EightBitConfig | None
+    config: SkinnyConfig | HopperConfig | EightBitConfig | None
     why: str
 
 
@@ -84,6 +86,10 @@ def default_choice(weight: PackedWeight | EightBitWeight, most: int, processors:
             config, steps = replace(config, depth=128), weight.columns // 128
         tiles = triton.cdiv(weight.outputs, config.outputs) * triton.cdiv(most, config.tokens)
         return Choice("eight_bit", replace(config, splits=splits(tiles, steps, processors * programs)), why)
+    if most >= 256 and weight.table is None and hopper.supports(weight):
+        tokens = HopperConfig().tokens
+        if triton.cdiv(weight.outputs, 128) * triton.cdiv(most, tokens) >= 0.75 * processors:
+            return Choice("hopper", HopperConfig(), f"{why}; tiles enough for every multiprocessor")
     if most not in _SKINNY:
         return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
     skinny, programs = _SKINNY[most]
@@ -123,6 +129,8 @@ def from_entry(entry: list[Any], why: str) -> Choice:
     kernel, *numbers = entry
     if kernel == "skinny":
         return Choice(kernel, SkinnyConfig(*numbers), why)
+    if kernel == "hopper":
+        return Choice(kernel, HopperConfig(*numbers), why)
     return Choice(kernel, EightBitConfig(*numbers) if kernel == "eight_bit" else None, why)
 
 

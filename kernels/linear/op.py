@@ -79,11 +79,13 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """One call of a given choice."""
-    from quantkit.kernels.linear import eight_bit_matmul, scaled_mm, skinny, wide
+    from quantkit.kernels.linear import eight_bit_matmul, hopper, scaled_mm, skinny, wide
 
     if isinstance(weight, PackedWeight):
         if choice.kernel == "dequantize":
             return wide.matmul(x, weight, bias=bias, out=out)
+        if choice.kernel == "hopper":
+            return hopper.matmul(x, weight, choice.config, bias=bias, out=out)  # type: ignore[arg-type]
         return skinny.matmul(x, weight, choice.config, bias=bias, out=out)  # type: ignore[arg-type]
     if choice.kernel == "scaled_mm":
         return scaled_mm.matmul(x, weight, bias=bias, out=out)

@@ -9,7 +9,7 @@ meaning is never taken.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.kernels.linear import op, scaled_mm
+from quantkit.kernels.linear import hopper, op, scaled_mm
 from quantkit.kernels.linear.dispatch import (
     BUCKETS,
     Choice,
@@ -30,6 +30,7 @@ from quantkit.kernels.linear.dispatch import (
 )
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
+from quantkit.kernels.linear.hopper import HopperConfig
 from quantkit.kernels.linear.packed import TICKETS, PackedWeight
 from quantkit.kernels.linear.skinny import SkinnyConfig
 from quantkit.kernels.reference.compare import relative_error
@@ -50,6 +51,7 @@ _SKINNY: dict[int, list[tuple[int, int, int, int, bool]]] = {
     512: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (128, 64, 8, 3, False), (128, 256, 8, 2, True)],
     1024: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (128, 256, 8, 2, True)],
 }  # fmt: skip
+_HOPPER = (HopperConfig(256, 3), HopperConfig(128, 4), HopperConfig(128, 6))
 # Most tokens -> (outputs, tokens, depth, warps, stages)
 _MANY = [
     (128, 64, 128, 4, 4),
@@ -78,6 +80,8 @@ def candidates(weight: PackedWeight | EightBitWeight, most: int) -> Iterator[Cho
                 yield Choice("skinny", SkinnyConfig(outputs, tokens, warps, stages, splits, first), "")
         if most >= 128:
             yield Choice("dequantize", None, "")
+            if hopper.supports(weight):
+                yield from (Choice("hopper", config, "") for config in _HOPPER if config.tokens <= most)
         return
     for outputs, tokens, depth, warps, stages in _EIGHT_BIT[most]:
         if weight.columns % depth == 0 and (depth == 128 or weight.scales.ndim == 1):
@@ -96,13 +100,14 @@ def tune(
     weight: PackedWeight | EightBitWeight,
     expected: Callable[[Tensor], Tensor],
     *,
+    buckets: Sequence[int] = BUCKETS,
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[Any]]:
     """Most tokens -> the fastest entry. `expected` is the plain meaning, to check results with."""
     copies = [weight, *(_copy(weight) for _ in range(int(_COLD / weight.nbytes)))]
     entries = {}
-    for most in BUCKETS:
+    for most in buckets:
         x = torch.randn(most, weight.inputs, device=weight.device, dtype=dtype)
         right = expected(x)
         best = float("inf")
@@ -170,9 +175,11 @@ def microseconds(calls: list[Callable[[], Any]], repeats: int = 10) -> float:
 
 def save(table: dict[str, dict[str, dict[str, list[Any]]]], file: Path) -> None:
     """Adds measurements to a table's file; one line per shape, so that changes can be read."""
-    merged: dict[str, dict[str, Any]] = {kind: dict(shapes) for kind, shapes in read_table(file).items()}
-    for kind, shapes in table.items():
-        merged.setdefault(kind, {}).update(shapes)
+    merged: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    for known in (read_table(file), table):
+        for kind, measured in known.items():
+            for shape, entries in measured.items():
+                merged.setdefault(kind, {}).setdefault(shape, {}).update(entries)
     lines = []
     for kind, shapes in sorted(merged.items()):
         rows = ",\n".join(f"    {json.dumps(shape)}: {json.dumps(entry)}" for shape, entry in sorted(shapes.items()))

@@ -11,6 +11,7 @@ from quantkit.formats import CtFloat8, CtPacked, Format, LlmInt8, Nf4
 from quantkit.kernels.linear import dispatch, eight_bit, op, packed, tuning
 from quantkit.kernels.linear.dispatch import choose, default_choice, from_entry, splits, to_entry, weight_kind
 from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
+from quantkit.kernels.linear.hopper import HopperConfig
 from quantkit.kernels.linear.skinny import SkinnyConfig
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import relative_error
@@ -74,6 +75,7 @@ def test_entries_come_back_as_they_were() -> None:
     for choice in (
         dispatch.Choice("skinny", SkinnyConfig(32, 8, 2, 3, 4, True), "x"),
         dispatch.Choice("eight_bit", EightBitConfig(64, 16, 256, 4, 3, 2), "x"),
+        dispatch.Choice("hopper", HopperConfig(128, 4), "x"),
         dispatch.Choice("scaled_mm", None, "x"),
     ):
         assert from_entry(json.loads(json.dumps(to_entry(choice))), "x") == choice
@@ -92,8 +94,9 @@ def test_the_shipped_table_can_be_read() -> None:
 def test_tables_are_merged(tmp_path: Path) -> None:
     file = tmp_path / "deeper" / "gpu.json"
     tuning.save({"a": {"1x1": {"8": ["dequantize"]}}}, file)
-    tuning.save({"a": {"2x2": {"8": ["dequantize"]}}, "b": {}}, file)
-    assert json.loads(file.read_text()) == {"a": {"1x1": {"8": ["dequantize"]}, "2x2": {"8": ["dequantize"]}}, "b": {}}
+    tuning.save({"a": {"2x2": {"8": ["dequantize"]}, "1x1": {"16": ["hopper", 256, 3]}}}, file)
+    expected = {"1x1": {"8": ["dequantize"], "16": ["hopper", 256, 3]}, "2x2": {"8": ["dequantize"]}}
+    assert json.loads(file.read_text()) == {"a": expected}
 
 
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
