@@ -31,6 +31,7 @@ from quantkit.formats import (
     LlmInt8,
     QuantizedWeight,
 )
+from quantkit.formats.base import quotient
 from quantkit.kernels.linear.packed import CHUNK, ROWS, TICKETS, padded
 
 
@@ -71,7 +72,9 @@ class EightBitWeight:
 def pack(fmt: Format, weight: QuantizedWeight) -> EightBitWeight:
     """Lays a weight out for the kernels, on the device where it is."""
     if isinstance(fmt, LlmInt8) and isinstance(weight, AbsmaxInt8Weight):
-        return _pack(weight.codes, weight.row_absmax / 127, "outliers", threshold=fmt.threshold or float("inf"))
+        return _pack(
+            weight.codes, quotient(weight.row_absmax, 127), "outliers", threshold=fmt.threshold or float("inf")
+        )
     if isinstance(fmt, CtInt8) and isinstance(weight, IntegerWeight):
         return _pack((weight.codes ^ 128).view(torch.int8), weight.scales.float().flatten(), "token")
     if isinstance(fmt, CtFloat8) and isinstance(weight, Float8Weight):

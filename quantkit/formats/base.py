@@ -152,6 +152,11 @@ class Dialect(ABC):
         return {}
 
 
+def quotient(values: Tensor, divisor: float) -> Tensor:
+    """values / divisor, the same on every device: CUDA would multiply by the reciprocal of a plain number."""
+    return values / torch.full_like(values, divisor)
+
+
 def check_choice(what: str, value: object, allowed: tuple[Any, ...]) -> None:
     """One wording for options outside their set."""
     if value not in allowed:

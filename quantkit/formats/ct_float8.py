@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice
+from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice, quotient
 from quantkit.formats.integer import round_scales
 
 LARGEST = 448.0  # of float8 e4m3
@@ -56,7 +56,7 @@ def round_to_float8(values: Tensor, scales: Tensor) -> Tensor:
 
 def covering_scales(largest: Tensor) -> Tensor:
     """Scales that bring magnitudes up to `largest` into float8; 1 where there is nothing to scale."""
-    return largest.masked_fill(largest == 0, LARGEST) / LARGEST
+    return quotient(largest.masked_fill(largest == 0, LARGEST), LARGEST)
 
 
 @dataclass(frozen=True)

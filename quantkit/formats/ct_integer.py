@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Parts, PartSpec, QuantizedWeight, Shape
+from quantkit.formats.base import DTYPES, Parts, PartSpec, QuantizedWeight, Shape, quotient
 from quantkit.formats.bits import pack, packed_width, unpack
 from quantkit.formats.integer import IntegerFormat, IntegerWeight, middle_code
 
@@ -114,7 +114,7 @@ class CtInt8(IntegerFormat):
         """One symmetric scale per token, as compressed-tensors computes it."""
         values = inputs.float()
         absmax = values.abs().amax(-1, keepdim=True)  # [..., 1]
-        scales = absmax.masked_fill(absmax == 0, 1) / 127.5
+        scales = quotient(absmax.masked_fill(absmax == 0, 1), 127.5)
         codes = torch.round((values / scales).clamp_(-128, 127))
         return (codes * scales).to(inputs.dtype)
 

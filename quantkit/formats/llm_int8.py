@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice
+from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice, quotient
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AbsmaxInt8Weight(QuantizedWeight):
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return (self.codes.float() * (self.row_absmax / 127).unsqueeze(-1)).to(dtype)
+        return (self.codes.float() * quotient(self.row_absmax, 127).unsqueeze(-1)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LlmInt8(Format):
         outliers = (half.abs() >= (self.threshold or float("inf"))).any(0)  # [in]; threshold 0: none
         row_absmax = half.masked_fill(outliers, 0).abs().amax(-1, keepdim=True)  # [tokens, 1]
         codes = torch.round(half * (127.0 / row_absmax.clamp(min=1e-30)))
-        rounded = (codes * (row_absmax / 127)).to(inputs.dtype)
+        rounded = (codes * quotient(row_absmax, 127)).to(inputs.dtype)
         return torch.where(outliers, tokens, rounded).view(inputs.shape)
 
     def check(self, shape: Shape) -> None:
