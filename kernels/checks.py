@@ -28,8 +28,13 @@ def check_shape(kernel: str, name: str, tensor: Tensor, expected: Sequence[int |
         raise InputError(f"{kernel}: {name} has shape {list(tensor.shape)}, but must be [{wanted}]")
 
 
-def check_same_device(kernel: str, **tensors: Tensor | None) -> None:
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+def check_same_device(kernel: str, **placed: Tensor | torch.device | None) -> None:
+    """Tensors, or devices of things that are no tensors."""
+    devices = {
+        name: thing.device if isinstance(thing, Tensor) else thing
+        for name, thing in placed.items()
+        if thing is not None
+    }
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise InputError(f"{kernel}: all tensors must be on one device, but {where}")

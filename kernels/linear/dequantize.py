@@ -2,7 +2,7 @@
 
 Layout   weight as in `packed.py` -> [outputs, inputs] bfloat16 or float16; under act-order the columns are in the
          kernel's order, to be multiplied with x[:, weight.order]
-Meaning  `reference.linear.decoded`
+Meaning  `QuantizedWeight.dequantize`; NF4 and FP4 values are rounded to 16 bit before they are scaled
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Matmul of 8-bit weights with 8-bit activations, rescaled in the same kernel; LLM.int8's outliers included.
 
 Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; weight as in `eight_bit.py`; y [tokens, outputs]
-Meaning  `reference.linear.eight_bit`: y = served_inputs(x) @ dequantize(weight).T + bias
+Meaning  `reference.linear.linear`: y = served_inputs(x) @ dequantize(weight).T + bias
 Limits   as many inputs as `quantize_rows.py` takes
 
 Integers are summed exactly in int32, float8 in float32. The columns with outliers, which `quantize_rows` has listed,
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.assembly import TRITON
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.packed import CHUNK, TICKETS
@@ -169,7 +169,7 @@ def matmul(
     x: Tensor, weight: EightBitWeight, config: EightBitConfig, *, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """y [tokens, outputs] in x's dtype."""
-    check_arguments(x, weight, bias, out)
+    check_arguments(NAME, x, weight, bias, out)
     y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
     if x.shape[0] == 0:
         return y
@@ -234,18 +234,3 @@ def launch(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-
-
-def check_arguments(x: Tensor, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None) -> None:
-    """Everything that would go wrong on the device, said before anything is launched."""
-    check_shape(NAME, "x", x, (None, weight.inputs))
-    check_dtype(NAME, "x", x, HALVES)
-    check_rows(NAME, "x", x)
-    check_same_device(NAME, x=x, weight=weight.values, bias=bias, out=out)
-    if bias is not None:
-        check_shape(NAME, "bias", bias, (weight.outputs,))
-        check_rows(NAME, "bias", bias)
-    if out is not None:
-        check_shape(NAME, "out", out, (x.shape[0], weight.outputs))
-        check_dtype(NAME, "out", out, (x.dtype,))
-        check_rows(NAME, "out", out)

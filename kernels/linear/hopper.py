@@ -33,9 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quantkit.errors import InputError
+from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.assembly import PTX, assembly
 from quantkit.kernels.linear.packed import CHUNK, PackedWeight
-from quantkit.kernels.linear.skinny import check_arguments
 
 NAME = "Hopper matmul"
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # its name before and since Triton 3.7
@@ -296,7 +296,7 @@ def matmul(
     x: Tensor, weight: PackedWeight, config: HopperConfig, *, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """y [tokens, outputs] in x's dtype."""
-    check_arguments(x, weight, bias, out)
+    check_arguments(NAME, x, weight, bias, out)
     if not supports(weight):
         raise InputError(f"{NAME}: needs a GPU of compute capability 9.0, the weight is on {weight.device}")
     if weight.order is not None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.eight_bit import EightBitWeight
-from quantkit.kernels.linear.eight_bit_matmul import check_arguments
 from quantkit.kernels.linear.quantize_rows import quantize_rows
 
 
@@ -22,7 +22,7 @@ def supports(weight: EightBitWeight) -> bool:
 
 def matmul(x: Tensor, weight: EightBitWeight, *, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """y [tokens, outputs] in x's dtype, which must be bfloat16."""
-    check_arguments(x, weight, bias, out)
+    check_arguments("scaled matmul", x, weight, bias, out)
     if not supports(weight) or x.dtype != torch.bfloat16:
         raise InputError("torch's scaled matmul takes float8 weights and bfloat16 tokens with a scale per row only")
     if x.shape[0] == 0:

@@ -1,7 +1,7 @@
 """Weight-only matmul for few tokens: codes become tensor-core operands in registers, and never touch memory decoded.
 
 Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; weight as in `packed.py`; y [tokens, outputs]
-Meaning  `reference.linear.weight_only`: y = x @ dequantize(weight).T + bias, accumulated in float32
+Meaning  `reference.linear.linear`: y = x @ dequantize(weight).T + bias, accumulated in float32
 Limits   any number of tokens, but made for 1 to about 128: every tile of tokens reads the weight once more
 
 The weight is the left operand (y^T = W x^T): on Hopper that is wgmma with its left side in registers. Programs share a
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.assembly import PTX, TRITON, assembly
 from quantkit.kernels.linear.packed import TICKETS, PackedWeight
 from quantkit.kernels.linear.splits import add_in_order
@@ -165,7 +165,7 @@ def matmul(
     x: Tensor, weight: PackedWeight, config: SkinnyConfig, *, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """y [tokens, outputs] in x's dtype."""
-    check_arguments(x, weight, bias, out)
+    check_arguments(NAME, x, weight, bias, out)
     tokens = x.shape[0]
     if weight.order is not None:
         x = x.index_select(1, weight.order)
@@ -174,6 +174,8 @@ def matmul(
         return y
     if weight.rows % config.outputs:
         raise InputError(f"{NAME}: tiles of {config.outputs} outputs do not divide {weight.rows} padded outputs")
+    if tokens * x.stride(0) >= 1 << 31:
+        raise InputError(f"{NAME}: {tokens} tokens of {x.stride(0)} are too many for 32-bit places; decode the weight")
     tiles = (triton.cdiv(tokens, config.tokens), triton.cdiv(weight.outputs, config.outputs))
     per_split = triton.cdiv(weight.chunks, config.splits)
     splits = triton.cdiv(weight.chunks, per_split)  # none of them empty
@@ -226,18 +228,3 @@ def matmul(
         num_stages=config.stages,
     )
     return y
-
-
-def check_arguments(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None) -> None:
-    """Everything that would go wrong on the device, said before anything is launched."""
-    check_shape(NAME, "x", x, (None, weight.inputs))
-    check_dtype(NAME, "x", x, HALVES)
-    check_rows(NAME, "x", x)
-    check_same_device(NAME, x=x, weight=weight.words, bias=bias, out=out)
-    if bias is not None:
-        check_shape(NAME, "bias", bias, (weight.outputs,))
-        check_rows(NAME, "bias", bias)
-    if out is not None:
-        check_shape(NAME, "out", out, (x.shape[0], weight.outputs))
-        check_dtype(NAME, "out", out, (x.dtype,))
-        check_rows(NAME, "out", out)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.dequantize import dequantize
 from quantkit.kernels.linear.packed import PackedWeight
-from quantkit.kernels.linear.skinny import check_arguments
 
 
 def matmul(x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """y [tokens, outputs] in x's dtype."""
-    check_arguments(x, weight, bias, out)
+    check_arguments("weight-only matmul", x, weight, bias, out)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     decoded = dequantize(weight, x.dtype)
