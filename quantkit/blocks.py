@@ -25,6 +25,8 @@ from quantkit.host_memory import return_free_memory
 from quantkit.served import serve_inputs
 
 VOCABULARY_PIECE = 16384  # rows of the output matrix converted at once
+BATCH_TOKENS = 4096  # run through a block at once
+POSITIONS = 256  # whose logits are in memory at once
 
 # Norms before attention and MLP, and those after them.
 _NORMS: dict[str, tuple[tuple[str, str], tuple[str | None, str | None]]] = {
@@ -232,3 +234,10 @@ def _modules_by_block(checkpoint: Checkpoint, blocks: str) -> list[tuple[list[st
                 if layer < count:
                     found[layer][kind].append(name)
     return found
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """The weight's values, to be read or changed in place."""
+    parameter = linear.weight
+    assert isinstance(parameter, nn.Parameter)
+    return parameter.data

@@ -9,7 +9,7 @@ from quantkit.errors import StorageError
 
 BUNDLED = ("demo", "demo-draft")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*"]
+_WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "README.md"]
 
 
 def model_folder(model: str | Path) -> Path:

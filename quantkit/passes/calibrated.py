@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.arch import Family
-from quantkit.blocks import BlockRunner, Half
+from quantkit.blocks import BATCH_TOKENS, BlockRunner, Half
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Format
@@ -22,7 +22,6 @@ from quantkit.passes.activations import Activations, choose_place
 from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 
-BATCH_TOKENS = 4096  # run through a block at once
 KEPT_INNER_BYTES = 512 << 20  # what lies between two linears is kept up to this size, else computed twice
 
 

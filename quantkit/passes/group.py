@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.arch import Family, Fold, Group
-from quantkit.blocks import Half
+from quantkit.blocks import Half, weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
@@ -54,7 +54,7 @@ class BlockQuantizer:
         linears = [half.block.get_submodule(name) for name in names]
         try:
             divisor, notes = self._scale(half.block, names, linears, fmt, inputs)
-            rounded = _round(self._options, [_weight(linear).float() for linear in linears], fmt, inputs)
+            rounded = _round(self._options, [weight_of(linear).float() for linear in linears], fmt, inputs)
             for name, linear, part in zip(names, linears, rounded, strict=True):
                 self._keep(name, linear, fmt, part, inputs, notes)
         except InputError as error:
@@ -79,7 +79,7 @@ class BlockQuantizer:
         config = self._source.config
         folded, head = self._family.folded_outputs(fold, config), self._family.size_of_head(config)
         tie = tied_heads(folded, inputs.absmax.numel(), head if fold.kind == "value" else 1)
-        weight = torch.cat([_weight(linear) for linear in linears]).float()
+        weight = torch.cat([weight_of(linear) for linear in linears]).float()
         choice = choose_scales(self._options, weight, fmt, inputs, tie)
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
         if choice.loss >= choice.identity_loss:
@@ -87,7 +87,7 @@ class BlockQuantizer:
         scales = self._fold(block, fold, choice.scales, folded, head)
         inputs.divide(scales)
         for linear in linears:
-            _set_weight(linear, _weight(linear).float() * scales)
+            _set_weight(linear, weight_of(linear).float() * scales)
         return scales, notes
 
     def _fold(self, block: nn.Module, fold: Fold, scales: Tensor, folded: int, head: int) -> Tensor:
@@ -126,9 +126,9 @@ class BlockQuantizer:
         quantized = rounded.quantized
         if fmt.needs_input_scale:
             quantized = fmt.with_input_scale(quantized, inputs.absmax.amax())
-        log = notes | dict(rounded.notes or {}) | _losses(rounded, _weight(linear), inputs) | _outliers(fmt, inputs)
+        log = notes | dict(rounded.notes or {}) | _losses(rounded, weight_of(linear), inputs) | _outliers(fmt, inputs)
         decoded = quantized.dequantize()
-        error = relative_error(decoded, _weight(linear))
+        error = relative_error(decoded, weight_of(linear))
         self._layers[name] = QuantizedLayer(self._prefix + name, fmt, quantized, error, log)
         _set_weight(linear, decoded)
         self._on_layer(self._layers[name])
@@ -166,11 +166,5 @@ def _outliers(fmt: Format, inputs: InputStatistics) -> dict[str, list[int]]:
     return {"outlier_columns": (inputs.absmax >= fmt.threshold).nonzero().flatten().tolist()}
 
 
-def _weight(linear: nn.Module) -> Tensor:
-    parameter = linear.weight
-    assert isinstance(parameter, nn.Parameter)
-    return parameter.data
-
-
 def _set_weight(linear: nn.Module, weight: Tensor) -> None:
-    _weight(linear).copy_(weight)
+    weight_of(linear).copy_(weight)

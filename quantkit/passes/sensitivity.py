@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.arch import Family, Group
-from quantkit.blocks import BlockRunner, Half, run_block
+from quantkit.blocks import BATCH_TOKENS, POSITIONS, BlockRunner, Half, run_block, weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
@@ -38,8 +38,6 @@ from quantkit.progress import Progress, silent
 LENGTH = 128  # tokens of a sequence; longer ones are cut into pieces
 SCORED = 4  # sequences that KL is measured on
 FITTED_TOKENS = 4  # for each input of the widest layer: for the statistics that the method rounds by
-BATCH_TOKENS = 4096  # run through a block at once
-POSITIONS = 256  # whose logits are in memory at once
 RUINED = 100.0  # nats, for a probe that computes NaN
 
 
@@ -117,7 +115,7 @@ class SensitivityPass:
                     raise InputError(f"{group[0]}: {error}") from error
 
     def _trial(self, group: Group, linears: list[nn.Module], inputs: InputStatistics, target_bits: float) -> _Trial:
-        weight = torch.cat([_weight(linear) for linear in linears]).float()  # [out, in]
+        weight = torch.cat([weight_of(linear) for linear in linears]).float()  # [out, in]
         fmt, width = self.chosen[group[0]], weight.shape[1]
         searches = _searches(self.options)
         errors = rounding_errors(weight, candidates(fmt, width), inputs.require_hessian(), search=searches)
@@ -184,7 +182,7 @@ def _searches(options: MethodOptions) -> bool:
 @contextmanager
 def _replaced(linears: list[nn.Module], decoded: Tensor) -> Iterator[None]:
     """For a moment, linears with other weights, given stacked [out, in]."""
-    kept = [_weight(linear) for linear in linears]
+    kept = [weight_of(linear) for linear in linears]
     parts = decoded.split([len(weight) for weight in kept])
     try:
         for linear, weight, part in zip(linears, kept, parts, strict=True):
@@ -193,9 +191,3 @@ def _replaced(linears: list[nn.Module], decoded: Tensor) -> Iterator[None]:
     finally:
         for linear, weight in zip(linears, kept, strict=True):
             linear.weight.data = weight
-
-
-def _weight(linear: nn.Module) -> Tensor:
-    parameter = linear.weight
-    assert isinstance(parameter, nn.Parameter)
-    return parameter.data

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from quantkit.arch import Family
-from quantkit.blocks import BlockRunner, run_block
+from quantkit.blocks import POSITIONS, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
-
-POSITIONS = 256  # whose logits are in memory at once
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.blocks import BATCH_TOKENS
 from quantkit.formats import CtPacked, Format, Shape
 from quantkit.formats.base import DTYPES
 from quantkit.methods import MethodOptions, gptq
@@ -21,7 +22,7 @@ from quantkit.methods.options import AwqOptions, GptqOptions, SmoothQuantOptions
 from quantkit.methods.statistics import SAMPLE
 from quantkit.methods.steps import needs_hessian, scales_inputs
 from quantkit.passes.activations import choose_place
-from quantkit.passes.calibrated import BATCH_TOKENS, KEPT_INNER_BYTES
+from quantkit.passes.calibrated import KEPT_INNER_BYTES
 
 PROCESS_BYTES = 400_000_000  # Python with torch and transformers
 CUDA_BYTES = 600_000_000  # what a process holds on a GPU before its first tensor, and workspaces
