@@ -81,27 +81,14 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16, *, out
     check_contiguous(NAME, "out", result)
     check_same_device(NAME, weight=weight.words, out=result)
     text, constraints = assembly(weight.kind, PTX[result.dtype], weight.table_values, weight.zero_points)
-    nested = weight.nested
     _dequantize[(weight.chunks, weight.rows // _ROWS)](
-        weight.words,
-        weight.high,
-        weight.scales,
-        weight.zeros,
-        nested.codes if nested else None,
-        nested.table if nested else None,
-        nested.scales if nested else None,
-        nested.offset if nested else 0.0,
-        weight.table,
+        *weight.arguments(),
         result,
         weight.outputs,
         weight.inputs,
         weight.rows,
-        KIND=weight.kind,
-        GROUP=weight.group,
-        ONE_GROUP=weight.one_group,
+        **weight.constants(),
         MIDDLE=weight.middle,
-        HAS_ZEROS=weight.zeros is not None,
-        NESTED_EVERY=nested.every if nested else 0,
         ASM=text,
         CONSTRAINTS=constraints,
         DTYPE=TRITON[result.dtype],

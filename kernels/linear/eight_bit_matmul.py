@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,10 +20,9 @@ from quantkit.errors import InputError
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.assembly import TRITON
 from quantkit.kernels.linear.eight_bit import EightBitWeight
-from quantkit.kernels.linear.packed import CHUNK, TICKETS
+from quantkit.kernels.linear.packed import CHUNK
 from quantkit.kernels.linear.quantize_rows import QuantizedRows, quantize_rows
-from quantkit.kernels.linear.splits import add_in_order
-from quantkit.kernels.linear.unpack import to_half
+from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
 
 NAME = "8-bit matmul"
 
@@ -119,13 +117,7 @@ def _eight_bit(
         result *= tl.load(weight_scales + row)[:, None]
     result, last = add_in_order(result, partial, tickets, split, splits, OUTPUTS, TOKENS)
     if last:
-        if HAS_BIAS:
-            result += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
-        tl.store(
-            y + token[None, :].to(tl.int64) * y_stride + row[:, None],
-            to_half(result, DTYPE, INTERPRET),
-            mask=here[None, :] & (row < outputs)[:, None],
-        )
+        store_tile(result, bias, y, row, token, tokens, outputs, y_stride, HAS_BIAS, DTYPE, INTERPRET)
 
 
 @triton.jit
@@ -188,21 +180,13 @@ def launch(
 ) -> None:
     """The matmul alone, for activations that are quantized already."""
     tokens = x.shape[0]
-    tiles = (triton.cdiv(tokens, config.tokens), triton.cdiv(weight.outputs, config.outputs))
     if weight.columns % config.depth or (weight.scales.ndim == 2 and config.depth != CHUNK):
         raise InputError(
             f"{NAME}: a depth of {config.depth} does not fit {weight.columns} columns or blocks of {CHUNK}"
         )
-    if weight.rows % config.outputs:
-        raise InputError(f"{NAME}: tiles of {config.outputs} outputs do not divide {weight.rows} padded outputs")
     steps = weight.columns // config.depth
-    per_split = triton.cdiv(steps, config.splits)
-    splits = triton.cdiv(steps, per_split)  # none of them empty
-    if splits > 1 and tiles[0] * tiles[1] > TICKETS:
-        raise InputError(f"{NAME}: {tiles[0] * tiles[1]} tiles share their inputs, but at most {TICKETS} can")
-    shared = tiles[0] * tiles[1] * splits * config.outputs * config.tokens if splits > 1 else 0
-    partial = torch.empty(shared, dtype=torch.float32, device=x.device)
-    _eight_bit[(*tiles, splits)](
+    shared = cut(NAME, tokens, weight.outputs, weight.rows, steps, config, x.device)
+    _eight_bit[shared.grid](
         x,
         rows.codes if rows else None,
         rows.scales if rows else None,
@@ -211,14 +195,14 @@ def launch(
         weight.scales,
         bias,
         y,
-        partial,
+        shared.partial,
         weight.tickets,
         tokens,
         weight.outputs,
         weight.inputs,
         weight.columns,
-        per_split,
-        splits,
+        shared.per_split,
+        shared.grid[2],
         x.stride(0),
         y.stride(0),
         FLOAT8=weight.kind == "fp8",

@@ -77,6 +77,22 @@ class PackedWeight:
         """How many different zero points one output has in a chunk; 0 where all are the middle code."""
         return 0 if self.zeros is None else max(1, CHUNK // self.group)
 
+    def arguments(self) -> tuple[Tensor | float | None, ...]:
+        """What the kernels read, in the order in which `skinny.py` and `dequantize.py` take it."""
+        nested = self.nested
+        levels = (nested.codes, nested.table, nested.scales, nested.offset) if nested else (None, None, None, 0.0)
+        return self.words, self.high, self.scales, self.zeros, *levels, self.table
+
+    def constants(self) -> dict[str, object]:
+        """What the kernels are compiled for."""
+        return {
+            "KIND": self.kind,
+            "GROUP": self.group,
+            "ONE_GROUP": self.one_group,
+            "HAS_ZEROS": self.zeros is not None,
+            "NESTED_EVERY": self.nested.every if self.nested else 0,
+        }
+
     @property
     def table_values(self) -> tuple[float, ...]:
         return tuple(table_of(self.kind).tolist()) if self.table is not None else ()

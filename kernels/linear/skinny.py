@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,8 +20,8 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.assembly import PTX, TRITON, assembly
-from quantkit.kernels.linear.packed import TICKETS, PackedWeight
-from quantkit.kernels.linear.splits import add_in_order
+from quantkit.kernels.linear.packed import PackedWeight
+from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
 from quantkit.kernels.linear.unpack import (
     decode_slabs,
     load_scales,
@@ -139,13 +138,7 @@ def _skinny(
         acc *= factors[0][:, None]
     acc, last = add_in_order(acc, partial, tickets, split, splits, OUTPUTS, TOKENS)
     if last:
-        if HAS_BIAS:
-            acc += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
-        tl.store(
-            y + token[None, :].to(tl.int64) * y_stride + row[:, None],
-            to_half(acc, DTYPE, INTERPRET),
-            mask=here[None, :] & (row < outputs)[:, None],
-        )
+        store_tile(acc, bias, y, row, token, tokens, outputs, y_stride, HAS_BIAS, DTYPE, INTERPRET)
 
 
 @triton.jit
@@ -172,50 +165,29 @@ def matmul(
     y = x.new_empty(tokens, weight.outputs) if out is None else out
     if tokens == 0:
         return y
-    if weight.rows % config.outputs:
-        raise InputError(f"{NAME}: tiles of {config.outputs} outputs do not divide {weight.rows} padded outputs")
     if tokens * x.stride(0) >= 1 << 31:
         raise InputError(f"{NAME}: {tokens} tokens of {x.stride(0)} are too many for 32-bit places; decode the weight")
-    tiles = (triton.cdiv(tokens, config.tokens), triton.cdiv(weight.outputs, config.outputs))
-    per_split = triton.cdiv(weight.chunks, config.splits)
-    splits = triton.cdiv(weight.chunks, per_split)  # none of them empty
-    if splits > 1 and tiles[0] * tiles[1] > TICKETS:
-        raise InputError(f"{NAME}: {tiles[0] * tiles[1]} tiles share their inputs, but at most {TICKETS} can")
-    partial = x.new_empty(tiles[0] * tiles[1] * splits * config.outputs * config.tokens if splits > 1 else 0,
-                          dtype=torch.float32)  # fmt: skip
+    shared = cut(NAME, tokens, weight.outputs, weight.rows, weight.chunks, config, x.device)
     text, constraints = assembly(weight.kind, PTX[x.dtype], weight.table_values, weight.zero_points)
-    nested = weight.nested
-    _skinny[(*tiles, splits)](
+    _skinny[shared.grid](
         x,
-        weight.words,
-        weight.high,
-        weight.scales,
-        weight.zeros,
-        nested.codes if nested else None,
-        nested.table if nested else None,
-        nested.scales if nested else None,
-        nested.offset if nested else 0.0,
-        weight.table,
+        *weight.arguments(),
         bias,
         y,
-        partial,
+        shared.partial,
         weight.tickets,
         tokens,
         weight.outputs,
         weight.inputs,
         weight.rows,
         weight.chunks,
-        per_split,
-        splits,
+        shared.per_split,
+        shared.grid[2],
         x.stride(0),
         y.stride(0),
-        KIND=weight.kind,
-        GROUP=weight.group,
-        ONE_GROUP=weight.one_group,
+        **weight.constants(),
         MIDDLE=weight.middle,
-        HAS_ZEROS=weight.zeros is not None,
         HAS_BIAS=bias is not None,
-        NESTED_EVERY=nested.every if nested else 0,
         WHOLE_CHUNKS=weight.inputs % 128 == 0,
         SCALE_FIRST=config.scale_first,
         ASM=text,

@@ -1,9 +1,53 @@
-"""Adding up what several programs computed for one tile, always in the same order."""
+"""Tiles of a product, the programs that share one by splitting its inputs, and how their parts are added in order."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.kernels.linear.packed import TICKETS
+from quantkit.kernels.linear.unpack import to_half
+
+
+class Tile(Protocol):
+    """The part of a config that cuts a product."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def splits(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The grid (tiles of tokens, tiles of outputs, splits), the steps of a split, and room for the splits' parts."""
+
+    grid: tuple[int, int, int]
+    per_split: int
+    partial: Tensor  # float32, empty where nothing is split
+
+
+def cut(kernel: str, tokens: int, outputs: int, rows: int, steps: int, tile: Tile, device: torch.device) -> Cut:
+    """How a product of this size is shared out; `rows` are the padded outputs, `steps` the inputs in steps."""
+    if rows % tile.outputs:
+        raise InputError(f"{kernel}: tiles of {tile.outputs} outputs do not divide {rows} padded outputs")
+    across, down = triton.cdiv(tokens, tile.tokens), triton.cdiv(outputs, tile.outputs)
+    per_split = triton.cdiv(steps, tile.splits)
+    splits = triton.cdiv(steps, per_split)  # none of them empty
+    if splits > 1 and across * down > TICKETS:
+        raise InputError(f"{kernel}: {across * down} tiles share their inputs, but at most {TICKETS} can")
+    room = across * down * splits * tile.outputs * tile.tokens if splits > 1 else 0
+    return Cut((across, down, splits), per_split, torch.empty(room, dtype=torch.float32, device=device))
 
 
 @triton.jit
@@ -29,3 +73,27 @@ def add_in_order(acc, partial, tickets, split, splits, ROWS: tl.constexpr, COLUM
                 acc += tl.load(parts + other * (ROWS * COLUMNS) + place, cache_modifier=".cg")
             tl.store(tickets + tile, 0)
     return acc, last
+
+
+@triton.jit
+def store_tile(
+    total,
+    bias,
+    y,
+    row,
+    token,
+    tokens,
+    outputs,
+    y_stride,
+    HAS_BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """y[token, row] = total[row, token] + bias[row], rounded."""
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        y + token[None, :].to(tl.int64) * y_stride + row[:, None],
+        to_half(total, DTYPE, INTERPRET),
+        mask=(token < tokens)[None, :] & (row < outputs)[:, None],
+    )
