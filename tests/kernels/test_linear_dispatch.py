@@ -127,7 +127,7 @@ def test_tuning_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         dispatch.table_of.cache_clear()
 
 
-def test_candidates_can_be_launched() -> None:
+def test_candidates_fit_the_weight() -> None:
     weight = packed_weight(CtPacked(group_size=128), 128, 1024)
     for most in dispatch.BUCKETS:
         found = list(tuning.candidates(weight, most))
