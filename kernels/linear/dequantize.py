@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check_same_device, check_shape
 from quantkit.kernels.linear.assembly import PTX, TRITON, assembly
 from quantkit.kernels.linear.packed import PackedWeight
-from quantkit.kernels.linear.unpack import decode_slabs, load_scales, load_zeros, operand, to_half
+from quantkit.kernels.linear.unpack import decode_slabs, load_offset, load_scales, load_zeros, operand, to_half
 
 NAME = "dequantize"
 _ROWS = 64  # outputs per program
@@ -30,7 +30,7 @@ def _dequantize(
     nested,
     nested_table,
     nested_scales,
-    nested_offset,
+    nested_offsets,
     table,
     out,
     outputs,
@@ -60,6 +60,7 @@ def _dequantize(
     origins = load_zeros(zeros, chunk, row, rows, GROUP, ONE_GROUP, HAS_ZEROS)
     slabs = decode_slabs(packed, above, origins, table, KIND, MIDDLE, DTYPE, ASM, CONSTRAINTS, INTERPRET)
     groups = 1 if ONE_GROUP else inputs // GROUP
+    nested_offset = load_offset(nested_offsets, tl.program_id(1) * ROWS, NESTED_EVERY)
     factors = load_scales(nested if NESTED_EVERY > 0 else scales, nested_table, nested_scales, nested_offset, chunk,
                           row, rows, groups, GROUP, ONE_GROUP, NESTED_EVERY)  # fmt: skip
     for part in tl.static_range(128 // width):

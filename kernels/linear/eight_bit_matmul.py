@@ -5,7 +5,8 @@ Meaning  `reference.linear.linear`: y = served_inputs(x) @ dequantize(weight).T 
 Limits   as many inputs as `quantize_rows.py` takes
 
 Integers are summed exactly in int32, float8 in float32. The columns with outliers, which `quantize_rows` has listed,
-are gathered 32 at a time: their bytes become 16-bit operands, and the products are exact in float32.
+become 16-bit operands, and the products are exact in float32. For many tokens the first of them lie side by side: one
+more step of the product (`outliers.py`). The others are gathered, 16 or 32 at a time.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def _eight_bit(
     codes,
     code_scales,
     outliers,
+    dense_inputs,
+    dense_weights,
     weights,
     weight_scales,
     bias,
@@ -65,6 +68,7 @@ def _eight_bit(
     BLOCKS: tl.constexpr,
     EXACT: tl.constexpr,
     OUTLIERS: tl.constexpr,
+    DENSE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -84,6 +88,8 @@ def _eight_bit(
         acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     else:
         acc = tl.zeros((OUTPUTS, TOKENS), tl.int32)
+    if OUTLIERS:
+        count = tl.load(outliers)  # so early that nothing waits for it
     for position in range(first, last_step):
         column = position * DEPTH + step
         weight = tl.load(weight_rows + column[None, :], eviction_policy="evict_first")
@@ -101,7 +107,7 @@ def _eight_bit(
             if BLOCKS:
                 block = position * DEPTH // 128
                 scale = tl.load(weight_scales + row // 128 * (columns // 128) + block)
-                token_scale = tl.load(code_scales + token * (columns // 128) + block, mask=here, other=0.0)
+                token_scale = tl.load(code_scales + block * tokens + token, mask=here, other=0.0)
                 acc += _dot(weight, value, INTERPRET) * (scale[:, None] * token_scale[None, :])
             elif FLOAT8:
                 acc += _dot(weight, value, INTERPRET)
@@ -112,8 +118,11 @@ def _eight_bit(
         if not EXACT:
             result *= tl.load(code_scales + token, mask=here, other=0.0)[None, :]
         if OUTLIERS:
-            result += _outliers(x, outliers, weight_rows, token, here, x_stride, split, splits, DTYPE, INTERPRET,
-                                OUTPUTS, TOKENS)  # fmt: skip
+            if DENSE > 0:
+                wanted = (split == 0) & (count > 0)
+                result = _add_dense(result, wanted, dense_inputs, dense_weights, row, token, here, DENSE, INTERPRET)
+            result = _add_gathered(result, x, outliers, count, weight_rows, token, here, x_stride, split, splits, DENSE,
+                                   DTYPE, INTERPRET)  # fmt: skip
         result *= tl.load(weight_scales + row)[:, None]
     result, last = add_in_order(result, partial, tickets, split, splits, OUTPUTS, TOKENS)
     if last:
@@ -121,25 +130,36 @@ def _eight_bit(
 
 
 @triton.jit
-def _outliers(
+def _add_dense(total, wanted, inputs, weights, row, token, here, DENSE: tl.constexpr, INTERPRET: tl.constexpr):
+    """total and, where `wanted`, the product of the outlier columns that lie side by side, float32."""
+    if wanted:
+        index = tl.arange(0, DENSE)
+        weight = tl.load(weights + row.to(tl.int64)[:, None] * DENSE + index[None, :])
+        place = inputs + token.to(tl.int64)[None, :] * DENSE + index[:, None]
+        total += _dot(weight, tl.load(place, mask=here[None, :], other=0.0), INTERPRET)
+    return total
+
+
+@triton.jit
+def _add_gathered(
+    total,
     x,
     outliers,
+    count,
     weight_rows,
     token,
     here,
     x_stride,
     split,
     splits,
+    DENSE: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
-    """The share of this split in the product of outlier columns with their weight codes, float32."""
-    total = tl.zeros((OUTPUTS, TOKENS), tl.float32)
-    count = tl.load(outliers)
-    for first in range(split * 32, count, splits * 32):
-        index = first + tl.arange(0, 32)
+    """total and this split's share in the product of the outlier columns from index DENSE on, float32."""
+    at_once: tl.constexpr = 16 if DENSE else 32  # tiles of many tokens have few registers left
+    for first in range(DENSE + split * at_once, count, splits * at_once):
+        index = first + tl.arange(0, at_once)
         inside = index < count
         column = tl.load(outliers + 1 + index, mask=inside, other=0)
         weight = tl.load(weight_rows + column[None, :], mask=inside[None, :], other=0)
@@ -185,12 +205,15 @@ def launch(
             f"{NAME}: a depth of {config.depth} does not fit {weight.columns} columns or blocks of {CHUNK}"
         )
     steps = weight.columns // config.depth
+    dense = rows.dense if rows else None
     shared = cut(NAME, tokens, weight.outputs, weight.rows, steps, config, x.device)
     _eight_bit[shared.grid](
         x,
         rows.codes if rows else None,
         rows.scales if rows else None,
         rows.outliers if rows else None,
+        dense.inputs if dense else None,
+        dense.weights if dense else None,
         weight.values,
         weight.scales,
         bias,
@@ -209,6 +232,7 @@ def launch(
         BLOCKS=weight.scales.ndim == 2,
         EXACT=weight.activations == "exact",
         OUTLIERS=weight.activations == "outliers",
+        DENSE=dense.inputs.shape[1] if dense else 0,
         HAS_BIAS=bias is not None,
         DTYPE=TRITON[x.dtype],
         INTERPRET=triton.knobs.runtime.interpret,

@@ -158,7 +158,7 @@ def _consume(
     zeros,
     nested_table,
     nested_scales,
-    nested_offset,
+    nested_offsets,
     bias,
     y,
     first,
@@ -187,6 +187,9 @@ def _consume(
     )
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product, k_width=2)
     row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
+    nested_offset = 0.0
+    if NESTED_EVERY > 0:
+        nested_offset = gl.load(nested_offsets + first // 128)
     place = row[:, None] * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, operand))[None, :]
     next_words = gl.load(words + place)
     next_high = next_words
@@ -244,7 +247,7 @@ def _hopper(
     zeros,
     nested_table,
     nested_scales,
-    nested_offset,
+    nested_offsets,
     bias,
     y,
     tokens,
@@ -277,10 +280,10 @@ def _hopper(
     fence_async_shared()
     _barrier()
     gl.warp_specialize([
-        (_consume, (x_smem, x_full, x_empty, words, high, scales, zeros, nested_table, nested_scales, nested_offset,
+        (_consume, (x_smem, x_full, x_empty, words, high, scales, zeros, nested_table, nested_scales, nested_offsets,
                     bias, y, first, first_token, tokens, outputs, rows, chunks, groups, y_stride, KIND, GROUP,
                     ONE_GROUP, HAS_ZEROS, HAS_BIAS, NESTED_EVERY, ASM, CONSTRAINTS, DTYPE, TOKENS, STAGES)),
-        (_consume, (x_smem, x_full, x_empty, words, high, scales, zeros, nested_table, nested_scales, nested_offset,
+        (_consume, (x_smem, x_full, x_empty, words, high, scales, zeros, nested_table, nested_scales, nested_offsets,
                     bias, y, first + 64, first_token, tokens, outputs, rows, chunks, groups, y_stride, KIND, GROUP,
                     ONE_GROUP, HAS_ZEROS, HAS_BIAS, NESTED_EVERY, ASM, CONSTRAINTS, DTYPE, TOKENS, STAGES)),
         (_produce, (x, x_smem, x_full, x_empty, first_token, chunks, TOKENS, STAGES)),
@@ -317,7 +320,7 @@ def matmul(
         weight.zeros,
         nested.table if nested else None,
         nested.scales if nested else None,
-        nested.offset if nested else 0.0,
+        nested.offsets if nested else None,
         bias,
         y,
         x.shape[0],

@@ -40,12 +40,15 @@ ROWS = 128  # outputs are padded to a multiple of this, so that no kernel masks 
 
 @dataclass(frozen=True)
 class Nested:
-    """Block scales that are themselves in 8 bits: `table[codes] * scales[block // every] + offset`."""
+    """Block scales that are themselves in 8 bits: `table[codes] * scales[block // every] + offset`.
+
+    Layers that are joined along their outputs have an offset each, so every 128 outputs have one of their own.
+    """
 
     codes: Tensor  # uint8 [groups, rows]
     table: Tensor  # float32 [256]
     scales: Tensor  # float32 [ceil(blocks / every)], blocks counted along the rows of the weight
-    offset: float
+    offsets: Tensor  # float32 [rows / 128]
     every: int
 
 
@@ -77,10 +80,10 @@ class PackedWeight:
         """How many different zero points one output has in a chunk; 0 where all are the middle code."""
         return 0 if self.zeros is None else max(1, CHUNK // self.group)
 
-    def arguments(self) -> tuple[Tensor | float | None, ...]:
+    def arguments(self) -> tuple[Tensor | None, ...]:
         """What the kernels read, in the order in which `skinny.py` and `dequantize.py` take it."""
         nested = self.nested
-        levels = (nested.codes, nested.table, nested.scales, nested.offset) if nested else (None, None, None, 0.0)
+        levels = (nested.codes, nested.table, nested.scales, nested.offsets) if nested else (None, None, None, None)
         return self.words, self.high, self.scales, self.zeros, *levels, self.table
 
     def constants(self) -> dict[str, object]:
@@ -111,7 +114,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        nested = (self.nested.codes, self.nested.table, self.nested.scales) if self.nested else ()
+        nested = (self.nested.codes, self.nested.table, self.nested.scales, self.nested.offsets) if self.nested else ()
         held = (self.words, self.high, self.scales, self.zeros, self.order, self.table, *nested)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
@@ -192,7 +195,7 @@ def _pack_codebook(weight: CodebookWeight) -> PackedWeight:
             codes=_by_group(weight.absmax.codes.view(outputs, -1), weight.block),
             table=weight.absmax.table.to(device),
             scales=_cover_padding(weight.absmax, words.shape[1], outputs),
-            offset=weight.absmax.offset,
+            offsets=torch.full((words.shape[1] // ROWS,), weight.absmax.offset, device=device),
             every=weight.absmax.block,
         )
     else:

@@ -24,6 +24,7 @@ from quantkit.kernels.linear.packed import PackedWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
 from quantkit.kernels.linear.unpack import (
     decode_slabs,
+    load_offset,
     load_scales,
     load_zeros,
     multiply,
@@ -65,7 +66,7 @@ def _skinny(
     nested,
     nested_table,
     nested_scales,
-    nested_offset,
+    nested_offsets,
     table,
     bias,
     y,
@@ -109,6 +110,7 @@ def _skinny(
     first = split * per_split
     end = tl.minimum(first + per_split, chunks)
     stored = nested if NESTED_EVERY > 0 else scales
+    nested_offset = load_offset(nested_offsets, tl.program_id(1) * OUTPUTS, NESTED_EVERY)
     for chunk in range(first, end):
         place = (chunk * rows + row[:, None]) * 16 + lane[None, :]
         packed = tl.load(words + place, eviction_policy="evict_first")

@@ -159,3 +159,12 @@ def load_scales(
             scale = tl.load(nested_table + scale.to(tl.int32)) * tl.load(nested_scales + block) + nested_offset
         found += (scale.to(tl.float32),)  # type: ignore[assignment]
     return found
+
+
+@triton.jit
+def load_offset(nested_offsets, first_row, NESTED_EVERY: tl.constexpr):
+    """The offset of nested scales for a tile of up to 128 outputs."""
+    offset = 0.0
+    if NESTED_EVERY > 0:
+        offset = tl.load(nested_offsets + first_row // 128)
+    return offset

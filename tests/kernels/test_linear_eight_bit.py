@@ -75,7 +75,7 @@ def test_every_format(name: str, dtype: str, device: str) -> None:
         assert int(weight.tickets.abs().sum()) == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 33])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 33, 64, 65])
 def test_outliers_are_those_of_the_format(tokens: int, device: str) -> None:
     fmt = LlmInt8()
     x = make_x(tokens, 200, torch.bfloat16, device)
@@ -91,6 +91,70 @@ def test_outliers_are_those_of_the_format(tokens: int, device: str) -> None:
     steps = (rows.codes[:, :200].float() - served / rows.scales)[:, kept].abs()
     assert float(steps.max()) < 1.001
     assert float((steps > 1e-3).float().mean()) < 1e-3  # a tie may break the other way
+
+
+def with_outliers(count: int, tokens: int, inputs: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Exactly `count` outlier columns, each in one token only: the first and the last column are among them."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(tokens, inputs, generator=generator).clamp(-4, 4)
+    columns = torch.linspace(0, inputs - 1, count).round().long()
+    x[torch.randint(tokens, (count,), generator=generator), columns] = torch.linspace(6, -40, count).abs().clamp(min=6)
+    return x.to(dtype).to(device)
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "outputs", "inputs", "dtype", "config"),
+    [
+        (0, 65, 70, 200, "bfloat16", EightBitConfig(64, 32, 128, 4, 3)),
+        (3, 65, 70, 201, "bfloat16", EightBitConfig(64, 64, 128, 4, 3)),
+        (3, 97, 131, 320, "float16", EightBitConfig(128, 128, 128, 8, 3, splits=2)),
+        (64, 70, 40, 333, "bfloat16", EightBitConfig(32, 32, 128, 4, 3, splits=3)),
+        (65, 70, 40, 333, "float16", EightBitConfig(32, 32, 128, 4, 3)),
+        (100, 131, 130, 384, "bfloat16", EightBitConfig(128, 64, 128, 4, 3, splits=3)),
+        (100, 66, 17, 255, "float16", EightBitConfig(64, 128, 128, 4, 3, splits=2)),
+    ],
+)
+def test_outliers_of_many_tokens(
+    count: int, tokens: int, outputs: int, inputs: int, dtype: str, config: EightBitConfig, device: str
+) -> None:
+    fmt = LlmInt8()
+    x = with_outliers(count, tokens, inputs, DTYPES[dtype], device)
+    quantized, weight = make(fmt, outputs, x)
+    bias = torch.randn(outputs, device=device).to(x.dtype)
+    y = matmul(x, weight, config, bias=bias)
+    assert_right(y, x, fmt, quantized, bias)
+    assert torch.equal(matmul(x, weight, config, bias=bias), y)
+    assert int(weight.tickets.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("count", [0, 5, 64, 100])
+def test_dense_outliers(count: int, device: str) -> None:
+    """What many tokens' outliers are copied to, in a weight of more columns than are listed at a time."""
+    x = with_outliers(count, 67, 4300, torch.bfloat16, device)
+    _, weight = make(LlmInt8(), 5, x)
+    for _ in range(2):  # the second call finds the bits as the first one left them
+        rows = quantize_rows(x, weight)
+        assert rows.outliers is not None
+        assert rows.dense is not None
+        listed = rows.outliers[1 : 1 + int(rows.outliers[0])]
+        expected = (x.to(torch.float16).abs() >= 6).any(0).nonzero().flatten()
+        assert len(expected) == count
+        assert listed.tolist() == expected.tolist()
+        assert bool((rows.codes[:, expected] == 0).all())
+        first = min(count, 64)
+        if count:
+            assert torch.equal(rows.dense.inputs[:, :first], x[:, expected[:64]])
+            assert torch.equal(rows.dense.weights[:, :first], weight.values[:, expected[:64]].to(x.dtype))
+            assert not bool(rows.dense.inputs[:, first:].any() or rows.dense.weights[:, first:].any())
+
+
+def test_many_tokens_of_a_larger_tensor(device: str) -> None:
+    """x is a slice: its rows are further apart than they are long."""
+    fmt = LlmInt8()
+    whole = with_outliers(7, 80, 512, torch.bfloat16, device)
+    x = whole[:, 256:]
+    quantized, weight = make(fmt, 33, x)
+    assert_right(matmul(x, weight, EightBitConfig(32, 64, 128, 4, 3)), x, fmt, quantized)
 
 
 def test_every_column_an_outlier(device: str) -> None:
@@ -127,11 +191,16 @@ def test_the_same_every_time(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_torch_scaled_matmul(device: str) -> None:
-    fmt = CtFloat8()
-    x = make_x(33, 320, torch.bfloat16, device)
-    quantized, weight = make(fmt, 70, x)
-    bias = torch.randn(70, device=device).to(x.dtype)
+@pytest.mark.parametrize(
+    ("fmt", "inputs"), [(CtFloat8(), 320), (CtFloat8(strategy="block"), 512)], ids=("rows", "blocks")
+)
+@pytest.mark.parametrize("tokens", [33, 1021])
+def test_torch_scaled_matmul(fmt: CtFloat8, inputs: int, tokens: int, device: str) -> None:
+    x = make_x(tokens, inputs, torch.bfloat16, device)
+    quantized, weight = make(fmt, 270, x)
+    if not scaled_mm.supports(weight):
+        pytest.skip("not on this GPU")
+    bias = torch.randn(270, device=device).to(x.dtype)
     assert_right(scaled_mm.matmul(x, weight, bias=bias), x, fmt, quantized, bias)
 
 
