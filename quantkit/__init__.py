@@ -2,6 +2,7 @@
 
 quantkit.quantize(model, recipe, output)   write a quantized checkpoint
 quantkit.load_reference(path)              any supported checkpoint as a transformers model with decoded weights
+quantkit.LLM(path).generate(prompts)       answers of the engine, on a GPU or a CPU; quantkit.SamplingParams says how
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit.pipeline import quantize
     from quantkit.reference import load_reference
+    from quantkit.runtime.llm import LLM
+    from quantkit.runtime.params import SamplingParams
 
-_LAZY = {"quantize": "quantkit.pipeline", "load_reference": "quantkit.reference"}  # so that --help needs no torch
-__all__ = ["load_reference", "quantize"]
+_LAZY = {  # so that --help needs no torch
+    "LLM": "quantkit.runtime.llm",
+    "SamplingParams": "quantkit.runtime.params",
+    "load_reference": "quantkit.reference",
+    "quantize": "quantkit.pipeline",
+}
+__all__ = ["LLM", "SamplingParams", "load_reference", "quantize"]
 
 
 def __getattr__(name: str) -> Any:

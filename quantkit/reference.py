@@ -113,34 +113,3 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     if not any(folder.glob("tokenizer*")):
         raise StorageError(f"{folder} has no tokenizer files; copy them from the original model")
     return AutoTokenizer.from_pretrained(folder)
-
-
-def generate_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    max_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
-    chat: bool = False,
-) -> str:
-    """The continuation of a prompt by transformers' own generate; greedy at temperature 0."""
-    if chat and not tokenizer.chat_template:
-        raise InputError("this model's tokenizer has no chat template; leave out --chat")
-    if chat:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(model.device)
-    length = inputs["input_ids"].shape[1]
-    limit = model.config.max_position_embeddings
-    if length == 0:
-        raise InputError("the prompt is empty; give at least one word")
-    if length + max_tokens > limit:
-        raise InputError(f"{length} prompt tokens and {max_tokens} new ones exceed the model's context of {limit}")
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    output = model.generate(**inputs, max_new_tokens=max_tokens, pad_token_id=pad, **sampling)
-    return str(tokenizer.decode(output[0, length:], skip_special_tokens=True))

@@ -12,7 +12,7 @@ import click
 
 from quantkit.errors import QuantkitError
 
-COMMANDS = ("quantize", "import", "convert", "inspect", "recipes", "generate", "eval", "bench", "demo")
+COMMANDS = ("quantize", "import", "convert", "inspect", "recipes", "generate", "chat", "eval", "bench", "demo")
 
 
 class LazyGroup(click.Group):
@@ -49,6 +49,7 @@ def cli() -> None:
     quantkit inspect demo-nf4                     what is inside, and which engines load it
     quantkit eval demo-nf4                        perplexity on held-out text
     quantkit generate demo-nf4 "The function"     text
+    quantkit chat demo-nf4                        a conversation
 
     MODEL is a folder, a hub name such as org/model, or `demo`.
     """

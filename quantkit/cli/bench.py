@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli.common import json_option, print_json, print_table, progress_bar
+from quantkit.cli.engine_options import engine_options
 from quantkit.errors import InputError, QuantkitError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def command() -> None:
 
     \b
     quantkit bench kernels     one kernel at a time
+    quantkit bench engine      whole answers: tokens per second, waiting times, memory
     """
 
 
@@ -152,3 +154,49 @@ def _device(asked: str | None) -> str:
     if asked == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is 'cuda', but torch sees no GPU here; use --device cpu")
     return asked
+
+
+@command.command("engine", short_help="Time whole answers of the engine, many requests at once.")
+@click.argument("model", required=False)
+@click.option("--shape", metavar="S", help=f"A model's shape with random weights; default: {DEFAULT_SHAPE}.")
+@click.option("--format", "formats", multiple=True, metavar="F", help="Of a shape; default: w4,nf4,llm-int8,bf16.")
+@click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Requests at once.")
+@click.option("--prompt-len", type=click.IntRange(min=1), help="Default: 128, for 256 requests and more 512.")
+@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
+@click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/engine.csv.")
+@click.option("--no-save", is_flag=True, help="Append to no file.")
+@engine_options
+@json_option
+def engine(
+    model: str | None,
+    shape: str | None,
+    formats: tuple[str, ...],
+    batch: str,
+    prompt_len: int | None,
+    new_tokens: int,
+    output: Path | None,
+    no_save: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Time answers of the engine: MODEL is a folder, a hub name or `demo`; or --shape with random weights.
+
+    \b
+    quantkit bench engine
+    quantkit bench engine --shape llama-3.2-1b --format w4,bf16 --batch 1,64
+    quantkit bench engine demo --batch 1,4 --prompt-len 32 --new-tokens 16 --device cpu
+
+    All requests arrive at once, greedy, the end token ignored. docs/bench.md has the protocol.
+    """
+    from quantkit.cli.bench_engine import measure_engines, print_rows, where_rows_go
+
+    if model is not None and shape is not None:
+        raise InputError("give a MODEL or a --shape, not both")
+    path = where_rows_go(output, not no_save)
+    rows = measure_engines(
+        model or shape or DEFAULT_SHAPE, _split(*formats), _numbers(batch), prompt_len, new_tokens, options, path
+    )
+    if as_json:
+        print_json({"rows": [row.to_dict() | {"stages_s": row.started.stages} for row in rows]})
+    else:
+        print_rows(rows, path)

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from quantkit.cli.common import json_option, print_json, progress_bar
+from quantkit.cli.common import json_option, print_json
+from quantkit.cli.engine_options import engine_options, load_llm, sampling_options, sampling_params
+
+if TYPE_CHECKING:
+    from quantkit.runtime.llm import LLM, Generation
 
 
 @click.command("generate", short_help="Continue a prompt, or answer it with --chat.")
 @click.argument("model")
 @click.argument("prompt")
-@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="New tokens at most.")
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0.0), help="0 is greedy.")
-@click.option("--seed", default=0, show_default=True, help="For sampling.")
 @click.option("--chat", is_flag=True, help="Put the prompt through the tokenizer's chat template.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("-n", default=1, show_default=True, type=click.IntRange(min=1), help="How many answers, with --json.")
+@click.option("--logprobs", type=click.IntRange(0, 20), metavar="N", help="Alternatives of each token, with --json.")
+@sampling_options
+@engine_options
 @json_option
-def command(
-    model: str, prompt: str, max_tokens: int, temperature: float, seed: int, chat: bool, device: str, as_json: bool
-) -> None:
-    """Continue PROMPT with MODEL, quantized or not. Only the new text goes to stdout.
+def command(model: str, prompt: str, chat: bool, n: int, logprobs: int | None, as_json: bool, **options: Any) -> None:
+    """Continue PROMPT with MODEL, quantized or not. Only the new text goes to stdout, as it comes.
 
     \b
     quantkit generate demo "The function returns"
     quantkit generate demo-nf4 "What is a list?" --chat --max-tokens 80
+    quantkit generate org/model "Once" --temperature 0.8 --top-p 0.95 --seed 7 -n 3 --json
+    quantkit generate model-w4 "2 + 2 =" --device cuda --stop "." --kv-dtype fp8
     """
-    from quantkit.reference import generate_text, load_reference, load_tokenizer
+    from dataclasses import replace
 
-    with progress_bar("loading") as advance:
-        loaded = load_reference(model, device=device, on_tensor=advance)
-    text = generate_text(
-        loaded,
-        load_tokenizer(model),
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        chat=chat,
-    )
+    from quantkit.errors import InputError
+
+    if not as_json and (n > 1 or logprobs is not None):
+        raise InputError("-n and --logprobs need --json: the text alone has no room for them")
+    params = replace(sampling_params(options), n=n, logprobs=logprobs)
+    llm: LLM = load_llm(model, options)
+    ids = llm.encode_chat([{"role": "user", "content": prompt}]) if chat else llm.encode(prompt)
     if as_json:
-        print_json({"model": model, "prompt": prompt, "text": text})
-    else:
-        click.echo(text)
+        print_json(_as_json(model, prompt, llm.generate([ids], params)[0]))
+        return
+    for delta in llm.stream(ids, params):
+        click.echo(delta.text, nl=False)
+    click.echo()
+
+
+def _as_json(model: str, prompt: str, found: Generation) -> dict[str, Any]:
+    answers = [
+        {
+            "index": answer.index,
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            **({} if answer.logprobs is None else {"logprobs": answer.logprobs, "top_logprobs": answer.top_logprobs}),
+        }
+        for answer in found.answers
+    ]
+    return {
+        "model": model,
+        "prompt": prompt,
+        "text": found.text,
+        "prompt_tokens": len(found.prompt_token_ids),
+        "answers": answers,
+    }

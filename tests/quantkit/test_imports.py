@@ -12,7 +12,7 @@ PACKAGE = ROOT / "quantkit"
 
 # Part -> parts of quantkit that it may import. A part is a module or package directly under quantkit/.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"pipeline", "reference"},
+    "__init__": {"pipeline", "reference", "runtime"},
     "__main__": {"cli"},
     "errors": set(),
     "progress": set(),
@@ -44,7 +44,7 @@ ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
 ALLOWED["planning"] |= {"blocks", "passes", "recipe", "reference", "wording"}
-ALLOWED["runtime"] = {"errors", "formats", "arch", "checkpoint", "kernels", "sources"}
+ALLOWED["runtime"] = {"errors", "formats", "arch", "checkpoint", "kernels", "sources", "wording"}
 ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()

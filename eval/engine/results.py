@@ -1,0 +1,87 @@
+"""Rows of `quantkit bench engine`, and the CSV file that keeps them with their machine, versions and date."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import StorageError
+from quantkit.eval.engine.run import EngineTimes
+from quantkit.eval.kernels.results import versions
+
+FILE = Path("eval") / "results" / "engine.csv"
+COLUMNS = (
+    *("date", "gpu", "quantkit", "torch", "triton", "model", "format", "dtype", "kv_dtype"),
+    *("batch", "prompt", "new", "tokens_per_second", "ttft_ms_median", "ttft_ms_max"),
+    *("gap_ms_p50", "gap_ms_p95", "gap_ms_p99", "step_ms", "percent_of_limit"),
+    *("weights_bytes", "kv_tokens", "peak_bytes", "ready_s", "process_to_first_token_s"),
+)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What is the same for all loads of one engine."""
+
+    model: str
+    format: str
+    dtype: str
+    kv_dtype: str
+    stages: dict[str, float]  # seconds
+    process_to_first_token: float | None  # seconds
+    weights: int
+    kv_tokens: int
+
+    @property
+    def ready(self) -> float:
+        return sum(self.stages.values())
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    started: Started
+    times: EngineTimes
+    peak: int  # bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        started, times = self.started, self.times
+        first = started.process_to_first_token
+        limit = times.percent_of_limit
+        return {
+            "model": started.model,
+            "format": started.format,
+            "dtype": started.dtype,
+            "kv_dtype": started.kv_dtype,
+            "batch": times.load.batch,
+            "prompt": times.load.prompt,
+            "new": times.load.new,
+            "tokens_per_second": round(times.tokens_per_second, 1),
+            "ttft_ms_median": round(times.first_token_ms[0], 2),
+            "ttft_ms_max": round(times.first_token_ms[1], 2),
+            "gap_ms_p50": round(times.gap_ms[0], 3),
+            "gap_ms_p95": round(times.gap_ms[1], 3),
+            "gap_ms_p99": round(times.gap_ms[2], 3),
+            "step_ms": round(times.step_ms, 3),
+            "percent_of_limit": None if limit is None else round(limit, 1),
+            "weights_bytes": started.weights,
+            "kv_tokens": started.kv_tokens,
+            "peak_bytes": self.peak,
+            "ready_s": round(started.ready, 2),
+            "process_to_first_token_s": None if first is None else round(first, 2),
+        }
+
+
+def append(path: Path, device: str, row: EngineRow) -> None:
+    """One row at a time, so that an interrupted run loses nothing."""
+    fixed = {"date": datetime.date.today().isoformat(), "gpu": device, **versions()}
+    try:
+        fresh = not path.exists() or path.stat().st_size == 0
+        with path.open("a", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            if fresh:
+                writer.writeheader()
+            writer.writerow(fixed | row.to_dict())
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --output") from error

@@ -1,0 +1,146 @@
+"""What one engine does with N requests at once: tokens per second, waiting times, share of the memory limit.
+
+Protocol: N prompts of random tokens are added at the same moment, greedy, the end token ignored, so that every answer
+has the full length. Output tokens per second count from that moment to the last token, prefill included. Two short runs
+go before, so that kernels are compiled and graphs captured: short prompts, which all answer at once, and the prompts of
+the load with two tokens each. Time to first token and the gaps
+between tokens are taken when the host gets the tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.params import SamplingParams
+
+SHORT_PROMPT, WARM_UP_TOKENS = 16, 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """N requests at once."""
+
+    batch: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class EngineTimes:
+    """Of one load. Times in milliseconds."""
+
+    load: Load
+    seconds: float
+    first_token_ms: tuple[float, float]  # median and largest
+    gap_ms: tuple[float, float, float]  # p50, p95, p99 of all gaps between tokens
+    step_ms: float  # median time of a step in which everybody answered
+    limit_ms: float | None  # what reading weights and cache once would take, at the measured bandwidth
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.load.batch * self.load.new / self.seconds
+
+    @property
+    def percent_of_limit(self) -> float | None:
+        return None if self.limit_ms is None else 100 * self.limit_ms / self.step_ms
+
+
+@dataclass
+class _Watch:
+    """When tokens arrived."""
+
+    begin: float
+    first: dict[int, float] = field(default_factory=dict)
+    last: dict[int, float] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
+    full_steps: list[float] = field(default_factory=list)
+
+    def see(self, requests: list[int], batch: int, previous: float) -> float:
+        now = time.perf_counter()
+        for request in requests:
+            if request in self.last:
+                self.gaps.append(now - self.last[request])
+            else:
+                self.first[request] = now - self.begin
+            self.last[request] = now
+        if len(requests) == batch:
+            self.full_steps.append(now - previous)
+        return now
+
+
+def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 0) -> EngineTimes:
+    """One load, after its warm-up. `bandwidth` is the device's, bytes a second."""
+    run_load(engine, Load(load.batch, min(SHORT_PROMPT, load.prompt), WARM_UP_TOKENS), seed=seed + 1)
+    run_load(engine, Load(load.batch, load.prompt, 2), seed=seed + 2)
+    watch = run_load(engine, load, seed=seed)
+    gaps = torch.tensor(watch.gaps or [0.0]) * 1e3
+    firsts = sorted(watch.first.values())
+    steps = torch.tensor(watch.full_steps[1:] or [0.0]) * 1e3
+    return EngineTimes(
+        load=load,
+        seconds=max(watch.last.values()) - watch.begin,
+        first_token_ms=(firsts[len(firsts) // 2] * 1e3, firsts[-1] * 1e3),
+        gap_ms=tuple(float(gaps.quantile(q)) for q in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]
+        step_ms=float(steps.median()),
+        limit_ms=None if bandwidth is None else _bytes_of_step(engine, load) / bandwidth * 1e3,
+    )
+
+
+def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:
+    """All requests at once, until the last token."""
+    generator = random.Random(seed)
+    params = SamplingParams(max_tokens=load.new, ignore_eos=True)
+    vocab = engine.config.vocab
+    prompts = [[generator.randrange(vocab) for _ in range(load.prompt)] for _ in range(load.batch)]
+    watch = _Watch(time.perf_counter())
+    for prompt in prompts:
+        engine.add(prompt, params)
+    previous = watch.begin
+    while engine.unfinished:
+        deltas = engine.step()
+        previous = watch.see([delta.request for delta in deltas], load.batch, previous)
+    engine.drain()
+    return watch
+
+
+def _bytes_of_step(engine: Engine, load: Load) -> float:
+    """Read at least once when everybody answers: all weights but the embedding, and half-grown contexts."""
+    weights = engine.memory.weights
+    embedding = engine.runner.decoder.weights.embedding
+    if not engine.config.tied:
+        weights -= embedding.numel() * embedding.element_size()
+    per_token = engine.memory.page_bytes / engine.memory.page_size
+    return weights + load.batch * (load.prompt + load.new / 2) * per_token
+
+
+def measure_bandwidth(device: torch.device) -> float | None:
+    """Bytes a second of a large reduction, the best of several; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    data = torch.zeros(1 << 30, dtype=torch.uint8, device=device).view(torch.float32)
+    best = float("inf")
+    for _ in range(8):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        data.sum()
+        stop.record()
+        stop.synchronize()
+        best = min(best, start.elapsed_time(stop) / 1e3)
+    return (1 << 30) / best
+
+
+def seconds_since_process_start() -> float | None:
+    """How long this process lives; None where the system does not say."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")

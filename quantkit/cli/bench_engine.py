@@ -1,0 +1,107 @@
+"""What `quantkit bench engine` does, apart from its options."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli.common import print_table, progress_bar
+from quantkit.errors import InputError
+from quantkit.wording import human_bytes
+
+if TYPE_CHECKING:
+    from quantkit.eval.engine.results import EngineRow
+
+LONG_PROMPT, LONG_FROM, SHORT_PROMPT = 512, 256, 128  # tokens, for so many requests and more; tokens otherwise
+
+
+def measure_engines(
+    model: str,
+    formats: list[str],
+    batches: Sequence[int],
+    prompt: int | None,
+    new: int,
+    options: dict[str, Any],
+    path: Path | None,
+) -> list[EngineRow]:
+    """A row for every format and batch."""
+    from quantkit.eval.engine.run import Load
+    from quantkit.eval.engine.start import formats_of
+    from quantkit.runtime.options import EngineOptions
+
+    if not batches or min(batches) < 1:
+        raise InputError(f"--batch is {list(batches)}, but must be 1 or more")
+    loads = [Load(size, prompt or (LONG_PROMPT if size >= LONG_FROM else SHORT_PROMPT), new) for size in batches]
+    longest = max(load.prompt + load.new for load in loads)
+    most = options["max_sequences"] or max(max(batches), 1)
+    chosen = EngineOptions(**(options | {"max_sequences": most, "max_context": options["max_context"] or longest}))
+    names = formats_of(model, formats)
+    rows = []
+    with progress_bar("engine") as advance:
+        for row in _rows(model, names, loads, chosen, path):
+            rows.append(row)
+            advance(f"{row.started.format} b{row.times.load.batch}", len(names) * len(loads))
+    return rows
+
+
+def _rows(model: str, formats: list[str], loads: list[Any], options: Any, path: Path | None) -> Iterator[EngineRow]:
+    import torch
+
+    from quantkit.eval.engine import results
+    from quantkit.eval.engine.run import measure, measure_bandwidth
+    from quantkit.eval.engine.start import peak_memory, start
+
+    device = options.torch_device
+    bandwidth = None
+    for place, name in enumerate(formats):
+        engine, started = start(model, name, options, first=place == 0)
+        if bandwidth is None:
+            bandwidth = measure_bandwidth(device)
+        for load in loads:
+            row = results.EngineRow(started, measure(engine, load, bandwidth), peak_memory(device))
+            if path:
+                described = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+                results.append(path, described, row)
+            yield row
+        del engine
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def where_rows_go(output: Path | None, save: bool) -> Path | None:
+    """--output, else the results of the checkout that this is run in, else nowhere."""
+    from quantkit.eval.engine.results import FILE
+
+    if not save:
+        if output is not None:
+            raise InputError("--output names a file and --no-save forbids one; give one of them")
+        return None
+    return output or (FILE if FILE.parent.is_dir() and Path("pyproject.toml").is_file() else None)
+
+
+def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
+    gaps = ("ms/token p50", "p95", "p99")
+    columns = ("format", "batch", "prompt + new", "tokens/s", "first token ms", *gaps, "% of limit")
+    table = []
+    for row in rows:
+        cells = row.to_dict()
+        limit = "-" if cells["percent_of_limit"] is None else cells["percent_of_limit"]
+        sizes = f"{cells['prompt']} + {cells['new']}"
+        times = [cells[name] for name in ("ttft_ms_median", "gap_ms_p50", "gap_ms_p95", "gap_ms_p99")]
+        table.append((cells["format"], cells["batch"], sizes, cells["tokens_per_second"], *times, limit))
+    print_table(f"{rows[0].started.model}: output tokens per second", columns, table)
+    for started in dict.fromkeys(row.started.format for row in rows):
+        row = next(row for row in rows if row.started.format == started)
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.started.stages.items())
+        first = row.started.process_to_first_token
+        since = "" if first is None else f"; {first:.1f} s from process start to first token"
+        memory = f"weights {human_bytes(row.started.weights)}, cache for {row.started.kv_tokens:,} tokens"
+        click.echo(f"{started}: {memory}; ready in {row.started.ready:.1f} s ({stages}){since}")
+    if path:
+        click.echo(f"appended to {path}")

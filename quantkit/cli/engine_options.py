@@ -1,0 +1,63 @@
+"""Options of the commands that start an engine: one definition, one meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from quantkit.cli.common import progress_bar
+
+_Command = Callable[..., Any]
+
+_ENGINE = (
+    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    click.option("--dtype", help="Of activations; default: the checkpoint's own, on a CPU float32."),
+    click.option("--max-context", type=int, metavar="N", help="Tokens of prompt and answer; default: the model's."),
+    click.option("--max-sequences", type=int, metavar="N", help="Answered at once; default: 256, on a CPU 16."),
+    click.option("--step-tokens", type=int, metavar="N", help="Most tokens of one step; default: 8192, on a CPU 512."),
+    click.option("--kv-dtype", default="auto", show_default=True, help="Of the cache: auto (as activations) or fp8."),
+    click.option("--kv-tokens", type=int, metavar="N", help="Tokens in the cache; default: what memory allows."),
+    click.option("--memory-share", default=0.9, show_default=True, help="Of the GPU's memory that may be used."),
+)
+_SAMPLING = (
+    click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="New tokens at most."),
+    click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-p", default=1.0, show_default=True, help="Most probable tokens up to this mass."),
+    click.option("--top-k", default=0, show_default=True, help="The k most probable tokens; 0: all."),
+    click.option("--min-p", default=0.0, show_default=True, help="Tokens this probable, relative to the best."),
+    click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: fewer repetitions."),
+    click.option("--seed", default=0, show_default=True, help="For sampling."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
+)
+
+
+def engine_options(command: _Command) -> _Command:
+    """--device, --max-context and so on; the function gets them as `**options`, ready for `LLM`."""
+    for option in reversed(_ENGINE):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: _Command) -> _Command:
+    """--max-tokens, --temperature and so on; `sampling_params` takes them out of the options."""
+    for option in reversed(_SAMPLING):
+        command = option(command)
+    return command
+
+
+def sampling_params(options: dict[str, Any]) -> Any:
+    """SamplingParams from the options of the command line, which are removed from `options`."""
+    from quantkit.runtime.params import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+    return SamplingParams(**{name: options.pop(name) for name in names})
+
+
+def load_llm(model: str, options: dict[str, Any]) -> Any:
+    """An LLM, with a progress bar while it loads."""
+    from quantkit.runtime.llm import LLM
+
+    with progress_bar("loading") as advance:
+        return LLM(model, on_block=advance, **options)

@@ -1,0 +1,69 @@
+"""The weights of a decoder in their final place, and linear layers of any format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.linear.op import LinearWeight, linear
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A layer, or several that read the same input: their outputs behind each other.
+
+    `weights` has one entry where they are one matrix for the kernels: plain ones always, quantized ones where they
+    could be joined.
+    """
+
+    weights: tuple[Tensor | LinearWeight, ...]
+    bias: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return sum(weight.shape[0] if isinstance(weight, Tensor) else weight.outputs for weight in self.weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self.weights) == 1:
+            return _multiply(x, self.weights[0], self.bias)
+        y = x.new_empty(x.shape[0], self.outputs)
+        start = 0
+        for weight in self.weights:
+            stop = start + (weight.shape[0] if isinstance(weight, Tensor) else weight.outputs)
+            y[:, start:stop] = _multiply(x, weight, None if self.bias is None else self.bias[start:stop])
+            start = stop
+        return y
+
+
+def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return torch.nn.functional.linear(x, weight, bias)
+    return linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block. Norms by role, whatever the family calls them."""
+
+    before_attention: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    after_attention: Tensor | None  # before the residual sum, in families that have it
+    before_mlp: Tensor
+    gate_up: Linear
+    down: Linear
+    after_mlp: Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a model."""
+
+    embedding: Tensor
+    blocks: tuple[Block, ...]
+    norm: Tensor
+    head: Linear

@@ -1,0 +1,126 @@
+"""The decoder: one function for every family in `quantkit/arch.py`, over a batch of any mixture of sequences.
+
+The residual sum and the norm behind it are one kernel, so a block hands over the output of its MLP, and the next block
+(or the final norm) adds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.layers import Block, Weights
+from quantkit.runtime.model_config import ModelConfig
+from quantkit.runtime.ops import Ops
+from quantkit.runtime.rope import RopeTable
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step, in device memory: the new tokens of all sequences behind each other."""
+
+    ids: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens]
+    slots: Tensor  # int64 [tokens], where their keys and values go: page * page_size + offset
+    page_table: Tensor  # int32 [sequences, pages]
+    context_lengths: Tensor  # int32 [sequences], new tokens included
+    query_starts: Tensor  # int32 [sequences + 1]
+    max_queries: int  # no sequence has more new tokens
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Keys and values of all layers: one tensor, so that a page is copied at once."""
+
+    pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]
+    scale: Tensor | None = None  # float32 [kv_heads], of an 8-bit cache
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.shape[4]
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[2]
+
+
+class Decoder:
+    """Hidden states of a batch. Holds no state of requests; the cache belongs to the caller."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, tables: list[RopeTable], ops: Ops, scratch: Any = None
+    ) -> None:
+        """`scratch` is attention's, for as many sequences as a step may have; calls without one allocate theirs."""
+        self.config = config
+        self.weights = weights
+        self._tables = tables
+        self._ops = ops
+        self._scratch = scratch
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, cache: KvCache) -> Tensor:
+        """What the head reads, [tokens, hidden]. Writes the new keys and values into the cache."""
+        ops, config, blocks = self._ops, self.config, self.weights.blocks
+        residual = ops.embed(batch.ids, self.weights.embedding, scale=config.embedding_scale)
+        x: Tensor = ops.rms_norm(residual, blocks[0].before_attention, config.norm_eps, plus_one=config.plus_one)
+        following = [*(block.before_attention for block in blocks[1:]), self.weights.norm]
+        for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
+            x = self._attention(layer, block, x, batch, cache)
+            x = self._add(x, block.after_attention, residual, block.before_mlp)
+            x = block.down(ops.gated_activation(block.gate_up(x), config.activation))
+            x = self._add(x, block.after_mlp, residual, next_norm)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] in the model's dtype."""
+        logits: Tensor = self.weights.head(hidden)
+        cap = self.config.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
+        config, table = self.config, self._tables[layer]
+        keys, values = cache.pages[layer, 0], cache.pages[layer, 1]
+        q = self._ops.rotate_and_cache(
+            block.qkv(x),
+            batch.positions,
+            table.cos,
+            table.sin,
+            batch.slots,
+            keys,
+            values,
+            config.heads,
+            key_scales=cache.scale,
+            value_scales=cache.scale,
+            q_norm=block.q_norm,
+            k_norm=block.k_norm,
+            eps=config.norm_eps,
+            plus_one=config.plus_one,
+        )
+        attended = self._ops.attend(
+            q,
+            keys,
+            values,
+            batch.page_table,
+            batch.context_lengths,
+            batch.query_starts,
+            scale=config.attention_scale,
+            max_queries=batch.max_queries,
+            window=config.windows[layer],
+            soft_cap=config.attention_cap,
+            k_scale=cache.scale,
+            v_scale=cache.scale,
+            scratch=self._scratch,
+        )
+        return block.output(attended.flatten(1))
+
+    def _add(self, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor) -> Tensor:
+        """residual += x (through its own norm where the family has one); then the norm that follows."""
+        eps, plus_one = self.config.norm_eps, self.config.plus_one
+        if own_norm is not None:
+            x = self._ops.rms_norm(x, own_norm, eps, plus_one=plus_one)
+        following: Tensor = self._ops.add_rms_norm(x, residual, next_norm, eps, plus_one=plus_one)
+        return following

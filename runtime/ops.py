@@ -1,0 +1,71 @@
+"""The operations of the decoder and the sampler: Triton kernels on a GPU, their meaning in plain torch elsewhere.
+
+Both sets take the same arguments, so that the model is written once. Linear layers choose for themselves
+(`kernels/linear/op.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError
+
+Op = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """See the kernels of these names."""
+
+    rms_norm: Op
+    add_rms_norm: Op
+    gated_activation: Op
+    embed: Op
+    rotate_and_cache: Op
+    attend: Op
+    greedy: Op
+    sample: Op
+
+
+def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The set for a device. A GPU computes in 16 bit."""
+    if device.type != "cuda":
+        return _plain()
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise InputError(f"dtype {str(dtype)[6:]} runs on a CPU only; on a GPU use bfloat16 or float16")
+    return _triton()
+
+
+def _plain() -> Ops:
+    from quantkit.kernels.reference import attention, elementwise, sampling
+
+    def attend(q: Tensor, *cache_and_batch: Tensor, max_queries: int, scratch: None = None, **options: Any) -> Tensor:
+        return attention.attend(q, *cache_and_batch, **options).to(q.dtype)
+
+    return Ops(
+        rms_norm=elementwise.rms_norm,
+        add_rms_norm=elementwise.add_rms_norm,
+        gated_activation=elementwise.gated_activation,
+        embed=elementwise.embed,
+        rotate_and_cache=elementwise.rotate_and_cache,
+        attend=attend,
+        greedy=sampling.greedy,
+        sample=sampling.sample,
+    )
+
+
+def _triton() -> Ops:
+    from quantkit.kernels.activation import gated_activation
+    from quantkit.kernels.attention.attend import attend
+    from quantkit.kernels.embedding import embed
+    from quantkit.kernels.norm import add_rms_norm, rms_norm
+    from quantkit.kernels.rotary import rotate_and_cache
+    from quantkit.kernels.sampling.greedy import greedy
+    from quantkit.kernels.sampling.sample import sample
+
+    return Ops(rms_norm, add_rms_norm, gated_activation, embed, rotate_and_cache, attend, greedy, sample)

@@ -1,0 +1,77 @@
+"""How an engine runs: what the command line and `LLM` take, with their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import InputError
+from quantkit.formats.base import DTYPES, check_choice
+
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """None: chosen for the model and the device."""
+
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str | None = None  # of activations; None: the checkpoint's own, float32 on a CPU
+    max_context: int | None = None  # tokens of a prompt and its answer; None: the model's, as far as memory allows
+    max_sequences: int | None = None  # that run at the same time; None: 256, on a CPU 16
+    step_tokens: int | None = None  # budget of one step; None: 8192, on a CPU 512
+    page_size: int = 16
+    kv_dtype: str = "auto"  # auto | fp8
+    kv_tokens: int | None = None  # size of the cache; None: what memory allows
+    memory_share: float = 0.9  # of the device's memory that quantkit may use
+    swap_gib: float = 0.0  # host memory for preempted sequences; 0: they are computed anew
+    share_prefixes: bool = True
+    graphs: bool = True  # CUDA graphs for steps that only decode
+    overlap: bool | None = None  # prepare a step while the one before runs; None: on a GPU
+    seed: int = 0  # of requests that bring none
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, tuple(DTYPES))
+        check_choice("kv_dtype", self.kv_dtype, tuple(KV_DTYPES))
+        for name in ("max_context", "max_sequences", "step_tokens", "kv_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InputError(f"{name} is {value!r}, but must be a positive whole number")
+        if self.page_size < 16 or self.page_size & (self.page_size - 1):
+            raise InputError(f"page_size is {self.page_size}, but must be a power of two, 16 or more")
+        if not 0.05 <= self.memory_share <= 0.98:
+            raise InputError(f"memory_share is {self.memory_share}, but must be between 0.05 and 0.98")
+        if self.swap_gib < 0:
+            raise InputError(f"swap_gib is {self.swap_gib}, but must not be negative")
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        if self.device != "auto" and not self.device.startswith("cuda"):
+            raise InputError(f"device '{self.device}' is not known; use auto, cpu or cuda")
+        if not torch.cuda.is_available():
+            raise InputError(f"device '{self.device}' is not available: torch {torch.__version__} sees no GPU; use cpu")
+        return torch.device(self.device) if ":" in self.device else torch.device("cuda", torch.cuda.current_device())
+
+    def torch_dtype(self, checkpoint: str) -> torch.dtype:
+        """Of activations, for a checkpoint of this dtype."""
+        if self.dtype is not None:
+            return DTYPES[self.dtype]
+        if self.torch_device.type == "cpu":
+            return torch.float32
+        return DTYPES.get(checkpoint, torch.bfloat16) if checkpoint != "float32" else torch.bfloat16
+
+    @property
+    def sequences(self) -> int:
+        return self.max_sequences or (16 if self.torch_device.type == "cpu" else 256)
+
+    @property
+    def budget(self) -> int:
+        return max(self.step_tokens or (512 if self.torch_device.type == "cpu" else 8192), 1)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.torch_device.type == "cuda" if self.overlap is None else self.overlap

@@ -1,0 +1,151 @@
+"""From logits to tokens, on the device: penalties, biases, bans, the draw, and log-probabilities where asked for.
+
+What a step needs from the host is made anew only when the set of sequences changes. Penalties keep, for every place,
+how often each token was answered and whether it stood in the prompt; the tables exist from the first request on that
+asks for a penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.ops import Ops
+from quantkit.runtime.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of every sampling sequence, on the device. `top` and `top_logprobs` hold the most probable tokens."""
+
+    tokens: Tensor  # int64 [rows]
+    logprobs: Tensor | None = None  # float32 [rows], before penalties and temperature
+    top: Tensor | None = None  # int64 [rows, most]
+    top_logprobs: Tensor | None = None  # float32 [rows, most]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Parameters of a batch on the device."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+
+class Sampler:
+    def __init__(self, ops: Ops, vocab: int, places: int, device: torch.device) -> None:
+        self._ops = ops
+        self._vocab = vocab
+        self._places = places
+        self._device = device
+        self._settings_of: tuple[int, ...] = ()
+        self._settings: _Settings | None = None
+        self._answered: Tensor | None = None  # int32 [places, vocab]
+        self._prompted: Tensor | None = None  # bool [places, vocab]
+        self._owners: dict[int, int] = {}  # place -> sequence whose tokens the tables count
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, sequences: Ordered[Sequence], places: Tensor, positions: Tensor) -> Samples:
+        """A token for each row of logits [rows, vocab]; `positions` [rows] are those of the tokens in front."""
+        raw = logits
+        if any(sequence.params.shapes_logits for sequence in sequences):
+            logits = self._shaped(logits.float().clone(), sequences)
+        if all(sequence.params.greedy for sequence in sequences):
+            tokens, _ = self._ops.greedy(logits)
+        else:
+            s = self._settings_for(sequences)
+            tokens, _ = self._ops.sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions)
+        self._count(sequences, places, tokens)
+        most = max((sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None),
+                   default=None)  # fmt: skip
+        return Samples(tokens) if most is None else _with_logprobs(raw, tokens, most)
+
+    def _settings_for(self, sequences: Ordered[Sequence]) -> _Settings:
+        key = tuple(sequence.id for sequence in sequences)
+        if key != self._settings_of or self._settings is None:
+            params = [sequence.params for sequence in sequences]
+
+            def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+                return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+            self._settings = _Settings(
+                temperature=column([p.temperature for p in params], torch.float32),
+                top_k=column([p.top_k for p in params], torch.int32),
+                top_p=column([p.top_p for p in params], torch.float32),
+                min_p=column([p.min_p for p in params], torch.float32),
+                seed=column([sequence.seed for sequence in sequences], torch.int64),
+            )
+            self._settings_of = key
+        return self._settings
+
+    def _shaped(self, logits: Tensor, sequences: Ordered[Sequence]) -> Tensor:
+        """Penalties, biases, and no end before the least number of tokens; changes logits [rows, vocab] in place."""
+        penalized = [row for row, sequence in enumerate(sequences) if sequence.params.penalized]
+        if penalized:
+            self._penalize(logits, penalized, [sequences[row] for row in penalized])
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for row, sequence in enumerate(sequences):
+            changes = dict(sequence.params.logit_bias)
+            if sequence.length - len(sequence.prompt) <= sequence.params.min_tokens:  # its new token is counted
+                changes |= dict.fromkeys(sequence.end_tokens, float("-inf"))
+            rows += [row] * len(changes)
+            tokens += changes.keys()
+            values += changes.values()
+        if rows:
+            at = torch.tensor([rows, tokens]).to(self._device, non_blocking=True)
+            logits[at[0], at[1]] += torch.tensor(values).to(self._device, non_blocking=True)
+        return logits
+
+    def _penalize(self, logits: Tensor, rows: list[int], sequences: list[Sequence]) -> None:
+        answered, prompted = self._tables(sequences)
+        places = torch.tensor([sequence.slot for sequence in sequences], device=self._device)
+        at = torch.tensor(rows, device=self._device)
+        params = [sequence.params for sequence in sequences]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=self._device)[:, None]
+
+        counts = answered[places]
+        changed = logits[at]
+        repetition = column([p.repetition_penalty for p in params])
+        seen = (counts > 0) | prompted[places]
+        weaker = torch.where(changed > 0, changed / repetition, changed * repetition)
+        changed = torch.where(seen, weaker, changed)
+        changed -= counts * column([p.frequency_penalty for p in params])
+        changed -= (counts > 0) * column([p.presence_penalty for p in params])
+        logits[at] = changed
+
+    def _tables(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+        if self._answered is None or self._prompted is None:
+            shape = (self._places, self._vocab)
+            self._answered = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._prompted = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        for sequence in sequences:
+            if self._owners.get(sequence.slot) != sequence.id:  # new in this place: all its tokens are known
+                self._owners[sequence.slot] = sequence.id
+                answer = torch.tensor(sequence.answer, dtype=torch.int64, device=self._device)
+                self._answered[sequence.slot] = torch.bincount(answer, minlength=self._vocab)
+                self._prompted[sequence.slot] = False
+                self._prompted[sequence.slot, torch.tensor(sequence.prompt, device=self._device)] = True
+        return self._answered, self._prompted
+
+    def _count(self, sequences: Ordered[Sequence], places: Tensor, tokens: Tensor) -> None:
+        penalized = [row for row, sequence in enumerate(sequences) if sequence.params.penalized]
+        if penalized and self._answered is not None:
+            rows = torch.tensor(penalized, device=self._device)
+            self._answered[places[rows], tokens[rows]] += 1
+
+
+def _with_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Samples:
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    values, top = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], tokens[:, None][:, :0])
+    return Samples(tokens, chosen, top, values)
