@@ -19,7 +19,7 @@ from quantkit.runtime.places import Places
 from quantkit.runtime.step_inputs import StepInputs
 
 _NUMBERS = 5  # of every sequence: id, position, slot, place, context
-_ASKED_OFTEN = 16  # steps
+_ASKED_OFTEN = 8  # steps
 _PADDING = (0, 0, 0, 0, 1)  # a first token, into page 0; its place is only read
 
 
@@ -50,15 +50,15 @@ class DecodeGraphs:
     def prepare(self, sequences: int) -> int:
         """The padded size for so many sequences, whose graph is there afterwards.
 
-        A capture takes as long as several steps. A size that is new takes the next larger graph instead, if that is not
-        much larger, until it has been asked for often: batches that are just draining pass each size once.
+        A capture takes as long as several steps, longer where kernels must be compiled. A size that is new takes the
+        next larger graph instead until it has been asked for often: batches that are just draining pass each size once.
         """
         size = self.sizes[bisect_left(self.sizes, sequences)]
         if size in self._graphs:
             return size
         self._asked[size] += 1
         larger = min((known for known in self._graphs if known > size), default=None)
-        if larger is not None and larger <= 2 * size and self._asked[size] <= _ASKED_OFTEN:
+        if larger is not None and self._asked[size] <= _ASKED_OFTEN:
             return larger
         self._capture(size)
         return size

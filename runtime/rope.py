@@ -1,24 +1,26 @@
-"""Tables of cosines and sines for every position: transformers' own, so that every kind of scaling is covered.
+"""Tables of cosines and sines for every position.
 
-Kinds that look at the length of a text (longrope, dynamic) are set for the longest context that the engine serves:
-an answer must not depend on what else is in the batch.
+Frequencies come from transformers' own formulas, so that every kind of scaling is covered; the settings are read here,
+from config.json in its old and new spelling, because transformers' config classes take seconds to import. Kinds that
+look at the length of a text (longrope, dynamic) are set for the longest context that the engine serves: an answer must
+not depend on what else is in the batch.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.arch import Config
-from quantkit.errors import InputError
+from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.model_config import ModelConfig
 
-_TOKENS_AT_ONCE = 8192
+_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0  # where config.json is silent; the second for full layers among sliding
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -31,41 +33,69 @@ class RopeTable:
 
 def rope_tables(raw: Config, config: ModelConfig, positions: int, device: torch.device) -> list[RopeTable]:
     """The table of every layer; layers that turn alike share one."""
-    rotary = _transformers_rotary(raw, config)
-    takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-    tables: dict[str | None, RopeTable] = {}
+    tables: dict[str, RopeTable] = {}
     chosen = []
     for window in config.windows:
-        kind = ("full_attention" if window is None else "sliding_attention") if takes_kind else None
+        by_type = config.family.rope == "per-layer-type"
+        kind = _SLIDING if by_type and window is not None else _FULL
         if kind not in tables:
-            tables[kind] = _table(rotary, kind, positions, device)
+            tables[kind] = _table(rope_settings(raw, config, kind), raw, config, positions, device)
         chosen.append(tables[kind])
     return chosen
 
 
-def _transformers_rotary(raw: Config, config: ModelConfig) -> Any:
-    import transformers
+def rope_settings(raw: Config, config: ModelConfig, kind: str = _FULL) -> dict[str, Any]:
+    """`rope_type`, `rope_theta` and what the type needs, for layers of one kind."""
+    given = dict(raw.get("rope_parameters") or {})
+    scaling = dict(raw.get("rope_scaling") or {})
+    theta: float = raw.get("rope_theta", _THETA)
+    if config.family.rope == "per-layer-type":
+        given = dict(given.get(kind) or {})
+        theta = raw.get("rope_theta", _GLOBAL_THETA)
+        if kind == _SLIDING:
+            theta, scaling = raw.get("rope_local_base_freq", _THETA), {}
+    settings: dict[str, Any] = {"rope_theta": theta, **(scaling or given)}
+    settings.setdefault("rope_type", settings.get("type", "default"))
+    settings.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if config.family.model_type == "phi3" and settings["rope_type"] in ("su", "yarn"):  # older names of the same
+        settings["rope_type"] = "longrope"
+    if settings["rope_type"] in ("llama3", "yarn", "longrope"):
+        original = raw.get("original_max_position_embeddings")
+        settings["original_max_position_embeddings"] = original or settings.get(
+            "original_max_position_embeddings", config.max_positions
+        )
+    return settings
 
-    plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-    architecture = config.family.architecture
-    module = sys.modules[getattr(transformers, architecture).__module__]
-    rotary = getattr(module, architecture.removesuffix("ForCausalLM") + "RotaryEmbedding")
+
+def _table(
+    settings: dict[str, Any], raw: Config, config: ModelConfig, positions: int, device: torch.device
+) -> RopeTable:
+    frequencies, factor = _frequencies(settings, raw, config, positions)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+
+
+def _frequencies(settings: dict[str, Any], raw: Config, config: ModelConfig, positions: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair, and the factor of cos and sin."""
+    kind = settings["rope_type"]
+    if kind == "default":
+        rotated = int(config.head_dim * settings["partial_rotary_factor"])
+        return 1.0 / (settings["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        known = did_you_mean(str(kind), ("default", *ROPE_INIT_FUNCTIONS))
+        raise InputError(f"config.json: rope_type '{kind}' is not supported; {known}")
+    as_config = SimpleNamespace(
+        rope_parameters=settings,
+        standardize_rope_params=lambda: None,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden,
+        num_attention_heads=config.heads,
+        max_position_embeddings=config.max_positions,
+    )
     try:
-        return rotary(transformers.AutoConfig.for_model(**plain))
-    except (KeyError, ValueError) as error:
-        raise InputError(f"config.json: rope settings are not understood: {error}") from error
-
-
-def _table(rotary: Any, kind: str | None, positions: int, device: torch.device) -> RopeTable:
-    """The last position comes first: kinds that look at the length then settle for the longest."""
-    like = torch.zeros(1)
-    extra = () if kind is None else (kind,)
-    rotary(like, torch.tensor([[positions - 1]]), *extra)
-    cos, sin = [], []
-    for start in range(0, positions, _TOKENS_AT_ONCE):
-        at = torch.arange(start, min(start + _TOKENS_AT_ONCE, positions))[None]
-        settled = torch.cat([at, torch.full((1, 1), positions - 1)], 1)  # a shorter text would be turned otherwise
-        part_cos, part_sin = (part[0, :-1, : part.shape[-1] // 2] for part in rotary(like, settled, *extra))
-        cos.append(part_cos)
-        sin.append(part_sin)
-    return RopeTable(torch.cat(cos).contiguous().to(device), torch.cat(sin).contiguous().to(device))
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](as_config, torch.device("cpu"), seq_len=positions)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"config.json: rope settings of type '{kind}' are incomplete: {error}") from error
+    return frequencies.float(), float(factor)

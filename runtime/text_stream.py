@@ -10,8 +10,10 @@ The pieces add up to `tokenizer.decode(all ids)`, cut at the first stop string, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how decoders write bytes that are no character, or not one yet
 LONGEST_WINDOW = 16  # tokens; more are needed only while bytes keep making no sense
@@ -111,12 +113,12 @@ class Detokenizer:
         return text
 
     def _context(self, prompt_ids: list[int]) -> list[int]:
-        """The fewest last tokens of the prompt that are whole characters and not all silent, or none."""
-        for end in range(len(prompt_ids), 0, -1):  # a prompt may end within a character
+        """The fewest last tokens of the prompt that are whole characters, or none."""
+        token_ids = [token_id for token_id in prompt_ids if not self._is_silent(token_id)]
+        for end in range(len(token_ids), 0, -1):  # a prompt may end within a character
             for start in range(end - 1, -1, -1):
-                text = self._decode(prompt_ids[start:end])
-                if UNFINISHED not in text and (text or not self._is_silent(prompt_ids[start])):
-                    return prompt_ids[start:end]
+                if UNFINISHED not in self._decode(token_ids[start:end]):
+                    return token_ids[start:end]
         return []
 
     def _is_silent(self, token_id: int) -> bool:
