@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError, StorageError
 from quantkit.formats import Format, Parts, QuantizedWeight, Shape, TensorInfo, dialect_named
+from quantkit.formats.base import ANY_LENGTH
 
 INDEX = "model.safetensors.index.json"
 _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
@@ -96,23 +97,33 @@ class Checkpoint:
 
     def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
         """A quantized module's weight, free of its layout."""
-        with self._naming(module):
+        with self.naming(module):
             parts = {name: part.to(device) for name, part in self.parts(module).items()}
+            self._check_sizes(module, parts)
             return self.formats[module].unpack(parts)
 
     def weight(self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tensor:
         """A quantized module's weight, decoded on a device."""
-        with self._naming(module):
+        with self.naming(module):
             return self.quantized(module, device).dequantize(dtype)
 
     def layer_shape(self, module: str) -> Shape:
         """(out, in) of a quantized module, from headers and small parts only."""
         sizes = {name[len(module) + 1 :]: self.tensors[name].info.shape for name in self.part_names(module)}
-        with self._naming(module):
+        with self.naming(module):
             return self.formats[module].stored_shape(sizes, lambda part: self.tensor(f"{module}.{part}"))
 
+    def _check_sizes(self, module: str, parts: Parts) -> None:
+        """Parts of the wrong length would be stretched over the layer, and give garbage."""
+        for name, spec in self.formats[module].parts(self.layer_shape(module)).items():
+            part = parts.get(name)
+            if part is None or ANY_LENGTH in spec.shape or part.dtype.itemsize != spec.dtype.itemsize:
+                continue  # a part that may be absent, or stored as something wider
+            if part.numel() != torch.Size(spec.shape).numel():
+                raise ValueError(f"{name} has shape {list(part.shape)}, but {list(spec.shape)} is needed")
+
     @contextmanager
-    def _naming(self, module: str) -> Iterator[None]:
+    def naming(self, module: str) -> Iterator[None]:
         """Parts that do not fit together fail deep inside; this says which layer of which checkpoint it was."""
         try:
             yield

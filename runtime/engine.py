@@ -58,11 +58,17 @@ class Request:
     arrived: float
     sequences: list[Sequence] = field(default_factory=list)
     streams: list[TextStream | None] = field(default_factory=list)
-    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by their first position
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # in the order of positions, from 1 on
 
     @property
     def finished(self) -> bool:
         return all(sequence.finished is not None for sequence in self.sequences)
+
+    def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        """What is new in them: after a preemption, the prompt is computed again, in other chunks."""
+        known = self.prompt_logprobs[-1].end if self.prompt_logprobs else 1
+        if found.end > known:
+            self.prompt_logprobs.append(found.since(known))
 
 
 class Engine:
@@ -134,7 +140,11 @@ class Engine:
     def step(self) -> list[Delta]:
         """Launches the next step and brings what is ready: with overlap, the tokens of the step before."""
         plan = self.scheduler.schedule()
-        launched = self.runner.launch(plan) if plan.shares else None
+        launched = None
+        if plan.shares:
+            launched = self.runner.launch(plan)
+        else:
+            self.runner.move_pages(plan)  # everybody gave way, perhaps to host memory
         ready, self._in_flight = (self._in_flight, launched) if self.options.overlaps else (launched, None)
         return [] if ready is None else self._take(ready)
 
@@ -156,7 +166,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, but contexts end at {limit}, the answer included; shorten it"
             )
         for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < self.config.vocab:
+            if type(token) is not int or not 0 <= token < self.config.vocab:
                 raise InputError(f"token id {token!r} is not in the vocabulary of {self.config.vocab} tokens")
         if params.stop and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, which this model folder lacks; use stop_token_ids")
@@ -176,7 +186,7 @@ class Engine:
     def _take(self, ready: Launched) -> list[Delta]:
         for sequence_id, found in ready.prompts.items():
             if sequence_id in self._owners:
-                self._owners[sequence_id][0].prompt_logprobs.setdefault(found.first, found)
+                self._owners[sequence_id][0].add_prompt_logprobs(found)
         deltas = []
         for sampled in self.runner.collect(ready):
             sequence = sampled.share.sequence

@@ -84,7 +84,8 @@ class LLM:
         ids = [self.encode(prompt) for prompt in given]
         requests: list[Request] = []
         try:
-            requests += [self.engine.add(tokens, one) for tokens, one in zip(ids, each, strict=True)]
+            for tokens, one in zip(ids, each, strict=True):
+                requests.append(self.engine.add(tokens, one))
             answers = self._run(requests, on_answer)
         except BaseException:  # a wrong prompt, an interrupt: leave nothing behind
             for request in requests:
@@ -112,6 +113,8 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""
+        if not isinstance(prompt, str | Sequence):
+            raise InputError(f"a prompt is {prompt!r}, but must be a text or a list of token ids")
         if not isinstance(prompt, str):
             return list(prompt)
         if self.engine.tokenizer is None:
@@ -138,7 +141,11 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A text or a list of token ids is one prompt."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InputError(f"prompts are {prompts!r}, but must be a text, a list of token ids, or a list of these")
+    if any(isinstance(item, int | float) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -147,7 +154,7 @@ def _generation(request: Request, answers: list[Answer], prompt: Prompt) -> Gene
     done = Generation(request.prompt, answers, prompt if isinstance(prompt, str) else None)
     done.cached_tokens = request.sequences[0].reused
     if request.params.prompt_logprobs is not None:
-        parts = [request.prompt_logprobs[first] for first in sorted(request.prompt_logprobs)]
+        parts = request.prompt_logprobs
         done.prompt_logprobs = [None, *(value for part in parts for value in part.logprobs)]
         done.prompt_top_logprobs = [[], *(row for part in parts for row in part.top)]
     return done

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint import Checkpoint
+from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import QuantkitError, StorageError
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.kernels.linear.joining import join
@@ -49,7 +49,13 @@ class _Reader:
                 f"tensor {name} in {self.checkpoint.folder} has shape {list(stored.shape)}, "
                 f"but config.json asks for {list(place.shape)}"
             )
+        if stored.dtype not in _TOLERANCE:
+            raise StorageError(
+                f"tensor {name} in {self.checkpoint.folder} holds {str(stored.dtype)[6:]} codes without their scales; "
+                "the checkpoint is incomplete, quantize or download it again"
+            )
         place.copy_(stored)
+        require_finite(name, place)
 
     def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Linear:
         """Layers that read one input, by full module names."""
@@ -78,8 +84,9 @@ class _Reader:
                 f"but config.json asks for {[outputs, inputs]}"
             )
         fmt = self.checkpoint.formats[name]
-        weight = prepare(fmt, quantized, self.dtype)
-        try_layer(name, fmt, quantized, weight, self.dtype, self.device)
+        with self.checkpoint.naming(name):
+            weight = prepare(fmt, quantized, self.dtype)
+            try_layer(name, fmt, quantized, weight, self.dtype, self.device)
         return weight
 
     def _bias(self, names: Sequence[str], outputs: Sequence[int]) -> Tensor | None:

@@ -84,7 +84,7 @@ def _with_pages(plan: MemoryPlan, left: int, device: torch.device, options: Engi
     if options.kv_tokens is not None:
         wanted = -(-options.kv_tokens // plan.page_size) + 1
     elif device.type == "cpu":
-        wanted = max(_CPU_CACHE // plan.page_bytes, -(-plan.max_context // plan.page_size) + 1)
+        wanted = min(fits, max(_CPU_CACHE // plan.page_bytes, -(-plan.max_context // plan.page_size) + 1))
     pages = min(wanted, useful) if options.kv_tokens is None else wanted
     if pages > fits or fits < 2:
         raise InputError(

@@ -39,12 +39,12 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise InputError(f"{name} is {value!r}, but must be a positive whole number")
-        if self.page_size < 16 or self.page_size & (self.page_size - 1):
+        if type(self.page_size) is not int or self.page_size < 16 or self.page_size & (self.page_size - 1):
             raise InputError(f"page_size is {self.page_size}, but must be a power of two, 16 or more")
         if not 0.05 <= self.memory_share <= 0.98:
             raise InputError(f"memory_share is {self.memory_share}, but must be between 0.05 and 0.98")
-        if self.swap_gib < 0:
-            raise InputError(f"swap_gib is {self.swap_gib}, but must not be negative")
+        if not 0 <= self.swap_gib < 1e6:
+            raise InputError(f"swap_gib is {self.swap_gib}, but must be 0 or the gibibytes of host memory to use")
 
     @property
     def torch_device(self) -> torch.device:

@@ -21,6 +21,16 @@ class PromptLogprobs:
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
 
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first + len(self.logprobs)
+
+    def since(self, position: int) -> PromptLogprobs:
+        """Those from a position on."""
+        skipped = position - self.first
+        return PromptLogprobs(position, self.logprobs[skipped:], self.top[skipped:])
+
 
 def prompt_logprobs(decoder: Decoder, hidden: Tensor, plan: StepPlan, starts: list[int]) -> dict[int, PromptLogprobs]:
     """By sequence id. Waits for the device, which such requests are worth."""
@@ -41,7 +51,7 @@ def _of_share(decoder: Decoder, hidden: Tensor, share: Share) -> PromptLogprobs:
         wanted = targets[begin : begin + ROWS]
         rows = decoder.logits(hidden[begin : begin + len(wanted)]).float().log_softmax(-1)
         logprobs += rows.gather(-1, wanted[:, None])[:, 0].tolist()
-        values, ids = rows.topk(most, dim=-1) if most else (rows[:, :0], rows[:, :0])
-        top += [list(zip(map(int, row), scores, strict=True)) for row, scores in
+        values, ids = rows.topk(min(most, rows.shape[1]), dim=-1)
+        top += [list(zip(row, scores, strict=True)) for row, scores in
                 zip(ids.tolist(), values.tolist(), strict=True)]  # fmt: skip
     return PromptLogprobs(first, logprobs, top)

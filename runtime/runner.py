@@ -65,7 +65,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Queues one step."""
-        self._move_pages(plan)
+        self.move_pages(plan)
         inputs = self._maker.make(plan)
         sampling = [share for share in plan.shares if share.samples]
         prompts: dict[int, PromptLogprobs] = {}
@@ -120,22 +120,23 @@ class Runner:
         )
         return batch, tensors.rows, tensors.row_places
 
-    def _move_pages(self, plan: StepPlan) -> None:
-        """Out to the host, copies, back from the host: in this order, because pages change hands."""
+    @torch.inference_mode()
+    def move_pages(self, plan: StepPlan) -> None:
+        """Out to the host, back from the host, copies: in this order, because pages change hands."""
         pages = self.cache.pages
         for sequence, taken in plan.swap_out:
             assert sequence.swapped is not None
             contents = pages[:, :, torch.tensor(taken, device=self.device)]
             sequence.swapped.contents = _to_host(contents)
-        if plan.copies:
-            source, target = (torch.tensor(side, device=self.device) for side in zip(*plan.copies, strict=True))
-            pages[:, :, target] = pages[:, :, source]
         for sequence, given in plan.swap_in:
             assert sequence.swapped is not None
             assert sequence.swapped.contents is not None
             contents = sequence.swapped.contents.to(self.device, non_blocking=True)
             pages[:, :, torch.tensor(given, device=self.device)] = contents
             sequence.swapped = None
+        if plan.copies:
+            source, target = (torch.tensor(side, device=self.device) for side in zip(*plan.copies, strict=True))
+            pages[:, :, target] = pages[:, :, source]
 
     def _bring_back(
         self, plan: StepPlan, sampling: list[Share], samples: Samples, prompts: dict[int, PromptLogprobs]

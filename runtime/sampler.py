@@ -48,7 +48,7 @@ class Sampler:
         self._settings: _Settings | None = None
         self._answered: Tensor | None = None  # int32 [places, vocab]
         self._prompted: Tensor | None = None  # bool [places, vocab]
-        self._owners: dict[int, int] = {}  # place -> sequence whose tokens the tables count
+        self._owners: dict[int, tuple[int, int]] = {}  # place -> sequence whose tokens the tables count, and its stay
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, sequences: Ordered[Sequence], places: Tensor, positions: Tensor) -> Samples:
@@ -129,8 +129,9 @@ class Sampler:
             self._answered = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._prompted = torch.zeros(shape, dtype=torch.bool, device=self._device)
         for sequence in sequences:
-            if self._owners.get(sequence.slot) != sequence.id:  # new in this place: all its tokens are known
-                self._owners[sequence.slot] = sequence.id
+            stay = (sequence.id, sequence.preempted)
+            if self._owners.get(sequence.slot) != stay:  # new in this place: all its tokens are known
+                self._owners[sequence.slot] = stay
                 answer = torch.tensor(sequence.answer, dtype=torch.int64, device=self._device)
                 self._answered[sequence.slot] = torch.bincount(answer, minlength=self._vocab)
                 self._prompted[sequence.slot] = False
@@ -147,5 +148,5 @@ class Sampler:
 def _with_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Samples:
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
-    values, top = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], tokens[:, None][:, :0])
+    values, top = logprobs.topk(min(most, logits.shape[1]), dim=-1)
     return Samples(tokens, chosen, top, values)

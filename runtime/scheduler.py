@@ -28,7 +28,7 @@ class Share:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes. Pages are moved first: out to the host, then copies, then back from the host."""
+    """What one step computes. Pages are moved first: out to the host, back from it, then copies."""
 
     shares: list[Share]
     copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
@@ -100,7 +100,7 @@ class Scheduler:
         """The next step. Everything in it counts as computed from now on."""
         plan = StepPlan([])
         budget = self.limits.tokens
-        answering = sum(sequence.length - sequence.computed == 1 for sequence in self.running)
+        answering = sum(not one.at_limit and one.length - one.computed == 1 for one in self.running)
         for sequence in list(self.running):
             if sequence not in self.running or sequence.at_limit:
                 continue

@@ -65,4 +65,6 @@ def _four_bit(
     per_block = 2 * item * packed.shape[0] / absmax.shape[0]
     block = next((size for size in BLOCK_SIZES if size >= per_block - 1e-9), 4096)
     nested = f"{module}.weight.nested_absmax" in tensors
+    if not nested and absmax.dtype == "U8":
+        raise InputError(f"the checkpoint is incomplete: {module}.weight.nested_absmax is missing")
     return kind(block=block, double_quant=nested, dtype=config.get("bnb_4bit_compute_dtype", "bfloat16"))

@@ -1,0 +1,363 @@
+"""Engine, scheduler and page pool against a device made of lists: any order of requests, steps and aborts.
+
+In place of keys and values, every slot of a page holds a number that only this token after exactly these tokens has. So
+a page that is shared wrongly, reused too early, copied too late or not at all shows as soon as it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quantkit.runtime.engine import Engine, Request
+from quantkit.runtime.llm import Answer, _generation
+from quantkit.runtime.memory import MemoryPlan
+from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.pool import PADDING_PAGE
+from quantkit.runtime.prompt_logprobs import PromptLogprobs
+from quantkit.runtime.runner import Sampled
+from quantkit.runtime.scheduler import Scheduler, Share, StepPlan
+from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.step_inputs import FROM_PLACE, InputMaker
+
+END = 2
+VOCAB = 3
+PAGE_BYTES = 1 << 30  # so that swap_gib counts pages
+prompts = st.builds(
+    lambda pattern, length: (pattern * length)[:length],  # few of them, so that beginnings collide
+    st.sampled_from(([0], [0, 1], [0, 0, 1])),
+    st.integers(1, 9),
+)
+
+
+def chained(tokens: list[int]) -> list[int]:
+    """For every token a number that depends on it and on all in front of it, as keys and values do."""
+    found: list[int] = []
+    for token in tokens:
+        found.append(hash((found[-1] if found else 0, token)))
+    return found
+
+
+def numbered(share: Share) -> PromptLogprobs:
+    """In place of log-probabilities, the positions that they are for."""
+    positions = range(share.start + 1, min(share.start + share.count + 1, len(share.sequence.prompt)))
+    return PromptLogprobs(share.start + 1, [float(at) for at in positions], [[] for _ in positions])
+
+
+class PaperRunner:
+    """Does what `Runner` documents, with lists. A step is done when it is launched; the host asks for it later."""
+
+    def __init__(self, pages: int, page_size: int, places: int, width: int) -> None:
+        self.size = page_size
+        self.pages = [[0] * page_size for _ in range(pages)]
+        self.table = [[PADDING_PAGE] * width for _ in range(places)]
+        self.last_token = [END] * places
+        self.truth: dict[int, list[int]] = {}  # by sequence: its tokens, those that the host has not seen included
+        self.host: dict[int, list[list[int]]] = {}  # by sequence: pages that were swapped out
+        self._maker = InputMaker(places, width, page_size)
+        self._width = width
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.move_pages(plan)
+        inputs = self._maker.make(plan)
+        for index, page in zip(inputs.table_index, inputs.table_pages, strict=True):
+            place, column = divmod(index, self._width)
+            self.table[place][column] = page
+        for number, share in enumerate(plan.shares):
+            first, last = inputs.starts[number : number + 2]
+            self._write(share.sequence, inputs.ids[first:last], inputs.positions[first:last], inputs.slots[first:last])
+        for share, place, context in zip(plan.shares, inputs.places, inputs.contexts, strict=True):
+            self.check_contents(share.sequence, self.table[place], context)
+        samples = []
+        for share in plan.shares:
+            if share.samples:
+                samples.append(Sampled(share, self._sample(share.sequence)))
+                self.last_token[share.sequence.slot] = samples[-1].token
+        asked = [share for share in plan.shares if share.sequence.needs_all_logits]
+        return SimpleNamespace(samples=samples, prompts={share.sequence.id: numbered(share) for share in asked})
+
+    def collect(self, launched: Any) -> list[Sampled]:
+        return list(launched.samples)
+
+    def check_contents(self, sequence: Sequence, pages: list[int], context: int) -> None:
+        read = [self.pages[pages[at // self.size]][at % self.size] for at in range(context)]
+        assert read == chained(self.truth[sequence.id][:context]), f"sequence {sequence.id} reads what is not its own"
+
+    def _write(self, sequence: Sequence, ids: list[int], positions: list[int], slots: list[int]) -> None:
+        tokens = self.truth.setdefault(sequence.id, list(sequence.prompt))
+        values = chained(tokens)
+        for token, position, slot in zip(ids, positions, slots, strict=True):
+            sent = self.last_token[sequence.slot] if token == FROM_PLACE else token
+            assert sent == tokens[position], f"sequence {sequence.id} computes another token at {position}"
+            page, inside = divmod(slot, self.size)
+            assert page != PADDING_PAGE
+            self.pages[page][inside] = values[position]
+
+    def _sample(self, sequence: Sequence) -> int:
+        tokens = self.truth[sequence.id]
+        drawn = Random(sequence.seed * 1009 + len(tokens)).choices((0, 1, END), (9, 9, 1))[0]
+        tokens.append(drawn)
+        return drawn
+
+    def move_pages(self, plan: StepPlan) -> None:
+        """In the order that `StepPlan` documents; copies read all before they write, as one kernel does."""
+        for sequence, taken in plan.swap_out:
+            self.host[sequence.id] = [list(self.pages[page]) for page in taken]
+        for sequence, given in plan.swap_in:
+            assert sequence.id in self.host, f"sequence {sequence.id} comes back, but was never brought to the host"
+            for page, contents in zip(given, self.host.pop(sequence.id), strict=True):
+                self.pages[page] = contents
+            sequence.swapped = None
+        copied = [(target, list(self.pages[source])) for source, target in plan.copies]
+        for target, contents in copied:
+            self.pages[target] = contents
+
+
+@dataclass(frozen=True)
+class Before:
+    """A running sequence when a step was planned."""
+
+    id: int
+    missing: int  # tokens that exist and are not computed
+    at_limit: bool
+
+
+class WatchedScheduler(Scheduler):
+    """Checks every plan against what the scheduler promises."""
+
+    def schedule(self) -> StepPlan:
+        before = [Before(one.id, one.length - one.computed, one.at_limit) for one in self.running]
+        plan = super().schedule()
+        self._check_shares(plan)
+        left = self._check_running(before, plan)
+        self._check_admitted({state.id for state in before}, left, plan)
+        return plan
+
+    def _check_shares(self, plan: StepPlan) -> None:
+        assert plan.tokens <= self.limits.tokens
+        assert len(self.running) <= self.limits.sequences
+        assert len({share.sequence.id for share in plan.shares}) == len(plan.shares)
+        for share in plan.shares:
+            reached, length = share.start + share.count, share.sequence.length - share.samples
+            assert share.count > 0
+            assert share.samples == (reached == length)
+            assert reached == share.sequence.computed
+            assert share.sequence in self.running
+
+    def _check_running(self, before: list[Before], plan: StepPlan) -> int:
+        """Running sequences are served by rank; prompts leave a token for each answer behind them.
+
+        Returns what is left of the budget."""
+        gone = [sequence.id for sequence in plan.preempted]
+        assert sorted(gone) == sorted(state.id for state in before[len(before) - len(gone) :]), "the last ones give way"
+        served = {share.sequence.id: share.count for share in plan.shares}
+        left = self.limits.tokens
+        able = [state for state in before if not state.at_limit]
+        for place, state in enumerate(able):
+            if state.id in gone:
+                continue
+            count = served.get(state.id, 0)
+            answers_behind = sum(other.missing == 1 for other in able[place + 1 :])
+            assert count >= min(state.missing, left - answers_behind), "budget is left over"
+            if state.missing == 1:
+                assert count == min(left, 1), "an answer goes on while there is budget"
+            assert count <= max(1, left - answers_behind), "an answer must not wait for a long prompt"
+            assert place or count > 0, "the first one always goes on"
+            left -= count
+        return left
+
+    def _check_admitted(self, known: set[int], left: int, plan: StepPlan) -> None:
+        """Waiting sequences are admitted by rank as long as budget, places and pages last."""
+        admitted = [share for share in plan.shares if share.sequence.id not in known]
+        ranks = [share.sequence.rank for share in admitted] + [sequence.rank for sequence in self.waiting]
+        assert not admitted or ranks == sorted(ranks)
+        for share in admitted:
+            length = share.sequence.length - share.samples
+            assert share.count == min(length - share.start, left)
+            left -= share.count
+        if plan.preempted:
+            assert not admitted, "who gives way must not be overtaken in the same step"
+        elif self.waiting and left and len(self.running) < self.limits.sequences and not self.waiting[0].pending:
+            reserve = int(self.pool.usable * self.limits.reserve) if self.running else 0
+            pages = -(-self.waiting[0].length // self.pool.page_size)
+            assert pages + reserve + 1 > self.pool.free, "the first in line would fit"
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Small pools, so that sequences are preempted all the time."""
+
+    @initialize(
+        page_size=st.sampled_from((2, 4)),
+        usable=st.integers(4, 16),
+        places=st.sampled_from((1, 2, 3, 4, 6)),
+        budget=st.sampled_from((2, 5, 8, 16)),
+        swap=st.sampled_from((0, 10, 50)),
+        reserve=st.sampled_from((0.0, 0.0, 0.2)),
+        overlap=st.booleans(),
+        share_prefixes=st.sampled_from((True, True, True, False)),
+    )
+    def start(
+        self,
+        page_size: int,
+        usable: int,
+        places: int,
+        budget: int,
+        swap: int,
+        reserve: float,
+        overlap: bool,
+        share_prefixes: bool,
+    ) -> None:
+        context = usable * page_size
+        plan = MemoryPlan(0, 0, 0, 0, PAGE_BYTES, page_size, usable + 1, context)
+        options = EngineOptions(
+            device="cpu",
+            max_sequences=places,
+            step_tokens=budget,
+            swap_gib=float(swap),
+            overlap=overlap,
+            share_prefixes=share_prefixes,
+        )
+        self.runner = PaperRunner(usable + 1, page_size, places, usable)
+        config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
+        runner: Any = self.runner
+        self.engine = Engine(config, runner, plan, options)
+        made = self.engine.scheduler
+        self.scheduler = WatchedScheduler(made.pool, replace(made.limits, reserve=reserve))
+        self.engine.scheduler = self.scheduler
+        self.context = context
+        self.requests: list[Request] = []
+        self.clock = 0.0
+        self.sound = True
+
+    @rule(
+        prompt=prompts,
+        n=st.sampled_from((1, 1, 2, 3)),
+        max_new=st.sampled_from((1, 3, 9, 15, 24)),
+        priority=st.integers(-1, 1),
+        all_logits=st.sampled_from((False, False, False, True)),
+        seed=st.integers(0, 7),
+    )
+    def add(self, prompt: list[int], n: int, max_new: int, priority: int, all_logits: bool, seed: int) -> None:
+        self.clock += 4.0  # a level of priority is worth two requests and a half
+        params = SamplingParams(n=n, max_tokens=max_new, seed=seed, prompt_logprobs=0 if all_logits else None)
+        prompt = prompt[: self.context - 1]
+        self.requests.append(self.engine.add(prompt, params, priority=priority, arrived=self.clock))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 30), more=st.lists(st.integers(0, 1), max_size=3), max_new=st.integers(1, 8))
+    def follow_up(self, which: int, more: list[int], max_new: int) -> None:
+        """A prompt that begins with an earlier prompt and its answer, as in a conversation."""
+        earlier = self.requests[which % len(self.requests)].sequences[-1]
+        prompt = [token for token in earlier.tokens if token != END] + more
+        self.add(prompt, 1, max_new, 0, False, which)
+
+    @precondition(lambda self: self.engine.unfinished > 2)
+    @rule(which=st.integers(0, 30))
+    def abort(self, which: int) -> None:
+        living = list(self.engine.requests)
+        self.engine.abort(living[which % len(living)])
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self._step()
+
+    def drain(self) -> None:
+        """With nothing added, everything ends in time."""
+        living = [sequence for request in self.engine.requests.values() for sequence in request.sequences]
+        longest = max((len(one.prompt) + one.max_new + 2 for one in living), default=0)
+        steps = len(living) * (self.scheduler.limits.sequences + 1) * longest
+        while self.engine.unfinished:
+            assert steps > 0, "somebody starves"
+            steps -= 1
+            self._step()
+        assert self.scheduler.unfinished == 0
+        assert self.scheduler.pool.free == self.scheduler.pool.usable
+        for request in self.requests:
+            for sequence in request.sequences:
+                self._check_answer(sequence)
+            if request.params.prompt_logprobs is not None and request.sequences[0].finished != "abort":
+                found = _generation(request, [Answer(0)], request.prompt).prompt_logprobs
+                assert found == [None, *range(1, len(request.prompt))], "log-probabilities of the prompt, each once"
+
+    @invariant()
+    def everything_is_in_order(self) -> None:
+        self.engine.check_integrity()
+        living = [*self.scheduler.running, *self.scheduler.waiting]
+        swapped = sum(sequence.swapped.pages for sequence in living if sequence.swapped is not None)
+        assert self.scheduler.swapped_pages == swapped <= self.scheduler.limits.swap_pages
+        for sequence in self.scheduler.running:
+            self.runner.check_contents(sequence, sequence.pages, sequence.computed)
+        for sequence in living:
+            truth = self.runner.truth.get(sequence.id, sequence.prompt)
+            assert len(truth) == sequence.length
+            assert truth[: len(sequence.tokens)] == sequence.tokens
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine") and self.sound:
+            self.drain()
+
+    def _step(self) -> None:
+        self.sound = False  # until the step and its checks are through
+        deltas = self.engine.step()
+        for delta in deltas:
+            assert delta.token is not None
+        self.everything_is_in_order()
+        self.sound = True
+
+    def _check_answer(self, sequence: Sequence) -> None:
+        assert sequence.finished in ("stop", "length", "abort")
+        answer = sequence.answer
+        assert END not in answer[:-1]
+        if sequence.finished != "abort":
+            assert (answer[-1] == END) == (sequence.finished == "stop")
+            assert len(answer) == sequence.max_new or sequence.finished == "stop"
+        assert 0 <= sequence.reused < len(sequence.prompt)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=250, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+)
+
+
+def run_traffic(seed: int, *, actions: int) -> SchedulerMachine:
+    """A pool under pressure: requests of many lengths come as others end. What the machine above does rarely."""
+    dice = Random(seed)
+    machine = SchedulerMachine()
+    machine.start(
+        page_size=dice.choice((2, 4)),
+        usable=dice.randint(6, 18),
+        places=dice.randint(2, 8),
+        budget=dice.choice((2, 6, 10, 30)),
+        swap=dice.choice((0, 10, 50)),
+        reserve=dice.choice((0.0, 0.1)),
+        overlap=dice.random() < 0.5,
+        share_prefixes=dice.random() < 0.8,
+    )
+    for _ in range(actions):
+        if machine.engine.unfinished < dice.randint(2, 6):
+            prompt = (dice.choice(([0], [0, 1], [0, 0, 1])) * 12)[: dice.randint(1, 12)]
+            max_new = dice.randint(1, 30)
+            machine.add(prompt, dice.choice((1, 1, 2, 3)), max_new, dice.randint(-1, 1), dice.random() < 0.1, seed)
+        elif dice.random() < 0.05:
+            machine.abort(dice.randrange(30))
+        elif dice.random() < 0.1:
+            machine.follow_up(dice.randrange(30), [dice.randrange(2)], dice.randint(1, 20))
+        machine.step(dice.randint(1, 2))
+    machine.teardown()
+    return machine
+
+
+def test_traffic_under_pressure() -> None:
+    machines = [run_traffic(seed, actions=120) for seed in range(80)]
+    assert sum(machine.scheduler.preemptions for machine in machines) > 1000
+    assert sum(machine.scheduler.reused_tokens for machine in machines) > 1000
+    assert sum(machine.scheduler.pool.evictions for machine in machines) > 1000
