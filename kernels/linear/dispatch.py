@@ -55,6 +55,7 @@ _EIGHT_BIT = {
 
 
 _MANY_TOKENS = 4096  # H200, Llama-3.1-8B in W4: an engine's step of 8,192 tokens takes 203 ms so, 227 with `hopper`
+_SLOW_TO_DECODE = ("int2", "int3")  # `hopper` takes 1.3 to 1.5 of bf16's time with them at 1,024 tokens
 _FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
 
 
@@ -77,7 +78,7 @@ def choose(weight: PackedWeight | EightBitWeight, tokens: int, table: Table | No
     shape = f"{weight.outputs}x{weight.inputs}"
     for kind in (weight_kind(weight), relative_of(weight)):
         entry = table.get(kind, {}).get(shape, {}).get(str(most))
-        if entry is not None and (kind == weight_kind(weight) or entry[0] != "scaled_mm"):
+        if entry is not None and (kind == weight_kind(weight) or _lends(entry, weight)):
             return from_entry(entry, f"measured for {kind} {shape} at {most} tokens")
     return default_choice(weight, most, multiprocessors(weight.device))
 
@@ -94,7 +95,7 @@ def default_choice(weight: PackedWeight | EightBitWeight, most: int, processors:
             config, steps = replace(config, depth=128), weight.columns // 128
         tiles = triton.cdiv(weight.outputs, config.outputs) * triton.cdiv(most, config.tokens)
         return Choice("eight_bit", replace(config, splits=splits(tiles, steps, processors * programs)), why)
-    if most >= 256 and weight.table is None and hopper.supports(weight):
+    if most >= 256 and weight.table is None and weight.kind not in _SLOW_TO_DECODE and hopper.supports(weight):
         tokens = HopperConfig().tokens
         if triton.cdiv(weight.outputs, 128) * triton.cdiv(most, tokens) >= 0.75 * processors:
             return Choice("hopper", HopperConfig(), f"{why}; tiles enough for every multiprocessor")
@@ -103,6 +104,13 @@ def default_choice(weight: PackedWeight | EightBitWeight, most: int, processors:
     skinny, programs = _SKINNY[most]
     tiles = triton.cdiv(weight.outputs, skinny.outputs) * triton.cdiv(most, skinny.tokens)
     return Choice("skinny", replace(skinny, splits=splits(tiles, weight.chunks, processors * programs)), why)
+
+
+def _lends(entry: list[Any], weight: PackedWeight | EightBitWeight) -> bool:
+    """Whether a measurement of another kind holds for this weight."""
+    if entry[0] == "hopper":
+        return isinstance(weight, PackedWeight) and weight.kind not in _SLOW_TO_DECODE
+    return entry[0] != "scaled_mm"
 
 
 def splits(tiles: int, steps: int, programs: int) -> int:
