@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import Delta, Engine, Request
 from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.progress_bar import Advance, progress_bar
 from quantkit.runtime.sequence import FinishReason
 from quantkit.runtime.startup import Stages, start_engine
 
@@ -74,9 +76,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        on_answer: Progress = silent,
+        progress: bool = False,
     ) -> list[Generation]:
-        """Answers in the order of the prompts. One `params` serves all prompts, or each has its own."""
+        """Answers in the order of the prompts. One `params` serves all prompts, or each has its own.
+
+        `progress` shows a bar on stderr, with answers done and tokens per second.
+        """
         given = _as_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(given)
         if len(each) != len(given):
@@ -86,7 +91,8 @@ class LLM:
         try:
             for tokens, one in zip(ids, each, strict=True):
                 requests.append(self.engine.add(tokens, one))
-            answers = self._run(requests, on_answer)
+            with progress_bar(sum(one.n for one in each)) if progress else nullcontext(_ignore) as advance:
+                answers = self._run(requests, advance)
         except BaseException:  # a wrong prompt, an interrupt: leave nothing behind
             for request in requests:
                 self.engine.abort(request.id)
@@ -128,15 +134,18 @@ class LLM:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _run(self, requests: list[Request], on_answer: Callable[[str, int], None]) -> dict[int, list[Answer]]:
+    def _run(self, requests: list[Request], advance: Advance) -> dict[int, list[Answer]]:
         answers = {request.id: [Answer(index) for index in range(request.params.n)] for request in requests}
         while any(not request.finished for request in requests):
-            for delta in self.engine.step():
-                if delta.request in answers:
-                    answers[delta.request][delta.index].add(delta)
-                    if delta.finished is not None:
-                        on_answer(f"request {delta.request}", sum(request.params.n for request in requests))
+            deltas = [delta for delta in self.engine.step() if delta.request in answers]
+            for delta in deltas:
+                answers[delta.request][delta.index].add(delta)
+            advance(len(deltas), sum(delta.finished is not None for delta in deltas))
         return answers
+
+
+def _ignore(tokens: int, finished: int) -> None:
+    """Nobody watches."""
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.eval.engine.results import Started
-from quantkit.eval.engine.run import WARM_UP_TOKENS, Load, run_load, seconds_since_process_start
+from quantkit.eval.engine.run import SHORT_PROMPT, WARM_UP_TOKENS, Load, run_load, seconds_since_process_start
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.kernels.cases import FORMATS, UNQUANTIZED
 from quantkit.runtime.engine import Engine
@@ -44,7 +44,7 @@ def start(model: str, format_name: str, options: EngineOptions, *, first: bool) 
         weights = RandomWeights(config, format_name, dtype, options.torch_device)
         engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages)
         described = format_name
-    run_load(engine, Load(1, 16, WARM_UP_TOKENS))
+    run_load(engine, Load(1, min(SHORT_PROMPT, max(1, engine.memory.max_context // 2)), WARM_UP_TOKENS))
     embedding = engine.runner.decoder.weights.embedding
     return engine, Started(
         model=model,

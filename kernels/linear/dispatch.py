@@ -110,7 +110,7 @@ def _lends(entry: list[Any], weight: PackedWeight | EightBitWeight) -> bool:
     """Whether a measurement of another kind holds for this weight."""
     if entry[0] == "hopper":
         return isinstance(weight, PackedWeight) and weight.kind not in _SLOW_TO_DECODE
-    return entry[0] != "scaled_mm"
+    return bool(entry[0] != "scaled_mm")
 
 
 def splits(tiles: int, steps: int, programs: int) -> int:

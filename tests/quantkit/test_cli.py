@@ -1,5 +1,7 @@
 """The command line as a user types it: human output, --json, quiet pipes, help."""
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -81,6 +83,45 @@ def test_chat_stops_at_the_end_of_the_turn(run_cli: Cli) -> None:
     code, out, _ = run_cli("generate", "demo", "What is a list?", "--chat", "--max-tokens", 200)
     assert code == 0
     assert "<|" not in out
+
+
+def test_generate_as_json(run_cli: Cli) -> None:
+    args = ("generate", "demo", "The function returns", "--max-tokens", 5, "--temperature", 1, "-n", 2, "--logprobs", 1)
+    found = json.loads(run_cli(*args, "--json")[1])
+    assert [len(answer["token_ids"]) for answer in found["answers"]] == [5, 5]
+    assert found["answers"][0]["token_ids"] != found["answers"][1]["token_ids"]
+    assert [len(row) for row in found["answers"][0]["top_logprobs"]] == [1] * 5
+    assert found["answers"][0]["finish_reason"] == "length"
+    stopped = json.loads(run_cli("generate", "demo", "The function returns", "--stop", " bytes", "--json")[1])
+    assert stopped["answers"][0]["stop_reason"] == " bytes"
+    assert "bytes" not in stopped["text"]
+
+
+def test_chat_keeps_the_conversation(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three turns from standard input; a wrong command and an empty line change nothing."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is a list?\n\n/wrong\nAnd a set?\n/reset\nWhat is a list?\n"))
+    code, out, err = run_cli("chat", "demo", "--max-tokens", 12)
+    assert code == 0
+    assert "unknown command /wrong" in err
+    first, second, third = (line for line in out.replace("> ", "").splitlines() if line)
+    assert first == third  # after /reset
+    assert first != second
+
+
+def test_bench_engine(run_cli: Cli, tmp_path: Path) -> None:
+    """Rows for two formats and two loads, in a table, in JSON and in a file."""
+    args = ("bench", "engine", "--shape", "tiny", "--batch", "1,3", "--prompt-len", 8, "--new-tokens", 6)
+    code, out, err = run_cli(*args, "--format", "w4,bf16", "--output", tmp_path / "rows.csv")
+    assert (code, err) == (0, "")
+    assert out.count("8 + 6") == 4
+    assert "from process start to first token" in out
+    with (tmp_path / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["format"], row["batch"]) for row in rows] == [("w4", "1"), ("w4", "3"), ("bf16", "1"), ("bf16", "3")]
+    assert all(float(row["tokens_per_second"]) > 0 and float(row["step_ms"]) > 0 for row in rows)
+    found = json.loads(run_cli("bench", "engine", "demo", *args[4:], "--no-save", "--json")[1])
+    assert [row["format"] for row in found["rows"]] == ["float32", "float32"]
+    assert set(found["rows"][0]["stages_s"]) >= {"weights", "cache"}
 
 
 def test_demo_on_a_few_windows(run_cli: Cli, tmp_path: Path) -> None:

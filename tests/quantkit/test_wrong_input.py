@@ -168,8 +168,20 @@ def test_devices_that_are_not_here(assert_refused: Refused, tmp_path: Path) -> N
 
 def test_generate_limits(assert_refused: Refused, tmp_path: Path) -> None:
     assert_refused(tmp_path, "generate", "demo", "", words=("prompt is empty",))
-    args = ("generate", "demo", "x", "--max-tokens", 5000)
-    assert_refused(tmp_path, *args, words=("exceed the model's context of 2048",))
+    assert_refused(tmp_path, "generate", "demo", "x " * 3000, words=("tokens", "contexts end at 2048", "shorten it"))
+    assert_refused(tmp_path, "generate", "demo", "x", "--max-context", 4096, words=("made for 2048 positions",))
+    assert_refused(tmp_path, "generate", "demo", "x", "--top-p", 1.5, words=("top_p", "1.5"))
+    assert_refused(tmp_path, "generate", "demo", "x", "-n", 2, words=("need --json",))
+    assert_refused(tmp_path, "generate", "demo", "x", "--kv-tokens", 10**12, words=("does not fit", "--kv-tokens"))
+
+
+def test_bench_engine_limits(assert_refused: Refused, tmp_path: Path) -> None:
+    bench = ("bench", "engine")
+    assert_refused(tmp_path, *bench, "demo", "--shape", "tiny", words=("not both",))
+    assert_refused(tmp_path, *bench, "--shape", "tiny", "--format", "w5", words=("unknown format 'w5'", "did you mean"))
+    assert_refused(tmp_path, *bench, "demo", "--format", "w4", words=("has its format",))
+    assert_refused(tmp_path, *bench, "--shape", "tiny", "--batch", "0", words=("1 or more",))
+    assert_refused(tmp_path, *bench, "nowhere", words=("no model at 'nowhere'",))
 
 
 def limit_file_size() -> None:
