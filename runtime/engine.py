@@ -15,7 +15,7 @@ from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.memory import MemoryPlan
 from quantkit.runtime.model_config import ModelConfig
 from quantkit.runtime.options import EngineOptions
@@ -24,7 +24,7 @@ from quantkit.runtime.pool import PagePool
 from quantkit.runtime.prompt_logprobs import PromptLogprobs
 from quantkit.runtime.runner import Launched, Runner, Sampled
 from quantkit.runtime.scheduler import Limits, Scheduler
-from quantkit.runtime.sequence import FinishReason, Sequence
+from quantkit.runtime.sequence import FinishReason, Guide, Sequence
 from quantkit.runtime.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -94,18 +94,36 @@ class Engine:
         self._sequence_ids = count()
         self._random = Random(options.seed)
         self._in_flight: Launched | None = None
+        self.steps = 0
+        self.generated = 0  # tokens
 
     @property
     def unfinished(self) -> int:
         """Requests that will still bring something."""
         return len(self.requests)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.requests) or self._in_flight is not None
+
     def add(
-        self, prompt: Ordered[int], params: SamplingParams, *, priority: int = 0, arrived: float | None = None
+        self,
+        prompt: Ordered[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrived: float | None = None,
+        guides: Ordered[Guide] = (),
     ) -> Request:
-        """Takes a request, or refuses it with an InputError; what runs is not disturbed. Lower priority goes first."""
+        """Takes a request, or refuses it with an InputError; what runs is not disturbed. Lower priority goes first.
+
+        `guides`, one for each of the n answers, restrict what may be answered.
+        """
         prompt = list(prompt)
-        self._check(prompt, params)
+        check_request(prompt, params, self.memory.max_context, self.config.vocab)
+        if params.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer, which this model folder lacks; use stop_token_ids")
         now = time.monotonic() if arrived is None else arrived
         request = Request(next(self._ids), prompt, params, now)
         seed = params.seed if params.seed is not None else self._random.getrandbits(62)
@@ -122,6 +140,7 @@ class Engine:
                 end_tokens=tuple({*ends, *params.stop_token_ids}),
                 leader=request.sequences[0] if index else None,
                 needs_all_logits=params.prompt_logprobs is not None and index == 0,
+                guide=guides[index] if guides else None,
             )
             request.sequences.append(sequence)
             request.streams.append(self._stream(prompt, params))
@@ -142,7 +161,11 @@ class Engine:
         plan = self.scheduler.schedule()
         launched = None
         if plan.shares:
+            now = time.monotonic()
+            for share in plan.shares:
+                share.sequence.started = share.sequence.started or now
             launched = self.runner.launch(plan)
+            self.steps += 1
         else:
             self.runner.move_pages(plan)  # everybody gave way, perhaps to host memory
         ready, self._in_flight = (self._in_flight, launched) if self.options.overlaps else (launched, None)
@@ -156,21 +179,6 @@ class Engine:
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
         assert self.scheduler.unfinished == len(self._owners)
-
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise InputError("the prompt is empty; give at least one token")
-        limit = self.memory.max_context
-        if len(prompt) >= limit:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens, but contexts end at {limit}, the answer included; shorten it"
-            )
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < self.config.vocab:
-                raise InputError(f"token id {token!r} is not in the vocabulary of {self.config.vocab} tokens")
-        if params.stop and self.tokenizer is None:
-            raise InputError("stop strings need a tokenizer, which this model folder lacks; use stop_token_ids")
-        params.check_vocabulary(self.config.vocab)
 
     def _stream(self, prompt: list[int], params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None:
@@ -199,6 +207,7 @@ class Engine:
         """A token has arrived: what it means for its sequence."""
         request, index = self._owners[sequence.id]
         sequence.tokens.append(sampled.token)
+        self.generated += 1
         self.scheduler.publish(sequence)
         reason, cause, text = self._judge(sequence, sampled.token, request.streams[index])
         if reason is not None:
@@ -214,6 +223,13 @@ class Engine:
         if token in sequence.end_tokens:
             own = token in self.config.eos
             return "stop", None if own else token, stream.finish() if stream else ""
+        if sequence.guide is not None:
+            try:
+                sequence.guide.advance(token)
+            except QuantkitError:  # the grammar became too complex: the answer cannot be trusted
+                return "error", None, stream.finish() if stream else ""
+            if sequence.guide.finished:
+                return "stop", None, (stream.push(token) + stream.finish()) if stream else ""
         text = stream.push(token) if stream else ""
         if stream is not None and stream.stopped:
             return "stop", stream.stop_reason, text
@@ -224,3 +240,17 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence, reason)
         self._owners.pop(sequence.id, None)
+
+
+def check_request(prompt: list[int], params: SamplingParams, max_context: int, vocab: int) -> None:
+    """Refuses what an engine of these sizes cannot answer."""
+    if not prompt:
+        raise InputError("the prompt is empty; give at least one token")
+    if len(prompt) >= max_context:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens, but contexts end at {max_context}, the answer included; shorten it"
+        )
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise InputError(f"token id {token!r} is not in the vocabulary of {vocab} tokens")
+    params.check_vocabulary(vocab)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.errors import QuantkitError
 from quantkit.runtime.ops import Ops
-from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.sequence import Guide, Sequence
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Sampler:
     def __call__(self, logits: Tensor, sequences: Ordered[Sequence], places: Tensor, positions: Tensor) -> Samples:
         """A token for each row of logits [rows, vocab]; `positions` [rows] are those of the tokens in front."""
         raw = logits
-        if any(sequence.params.shapes_logits for sequence in sequences):
+        if any(sequence.params.shapes_logits or sequence.guide is not None for sequence in sequences):
             logits = self._shaped(logits.float().clone(), sequences)
         if all(sequence.params.greedy for sequence in sequences):
             tokens, _ = self._ops.greedy(logits)
@@ -94,7 +95,8 @@ class Sampler:
         values: list[float] = []
         for row, sequence in enumerate(sequences):
             changes = dict(sequence.params.logit_bias)
-            if sequence.length - len(sequence.prompt) <= sequence.params.min_tokens:  # its new token is counted
+            early = sequence.length - len(sequence.prompt) <= sequence.params.min_tokens  # its new token is counted
+            if early and sequence.guide is None:  # a guide knows when it ends
                 changes |= dict.fromkeys(sequence.end_tokens, float("-inf"))
             rows += [row] * len(changes)
             tokens += changes.keys()
@@ -102,7 +104,18 @@ class Sampler:
         if rows:
             at = torch.tensor([rows, tokens]).to(self._device, non_blocking=True)
             logits[at[0], at[1]] += torch.tensor(values).to(self._device, non_blocking=True)
+        for row, sequence in enumerate(sequences):
+            if sequence.guide is not None:
+                self._restrict(logits[row], sequence.guide)
         return logits
+
+    def _restrict(self, logits: Tensor, guide: Guide) -> None:
+        """Bans what a guide does not allow. One that is broken allows all: it ends its sequence with the next token."""
+        try:
+            allowed = guide.mask()
+        except QuantkitError:
+            return
+        logits.masked_fill_(~allowed.to(self._device, non_blocking=True), float("-inf"))
 
     def _penalize(self, logits: Tensor, rows: list[int], sequences: list[Sequence]) -> None:
         answered, prompted = self._tables(sequences)

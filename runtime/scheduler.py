@@ -100,9 +100,9 @@ class Scheduler:
         """The next step. Everything in it counts as computed from now on."""
         plan = StepPlan([])
         budget = self.limits.tokens
-        answering = sum(not one.at_limit and one.length - one.computed == 1 for one in self.running)
+        answering = sum(not one.must_wait and one.length - one.computed == 1 for one in self.running)
         for sequence in list(self.running):
-            if sequence not in self.running or sequence.at_limit:
+            if sequence not in self.running or sequence.must_wait:
                 continue
             missing = sequence.length - sequence.computed
             answering -= missing == 1

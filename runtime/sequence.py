@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,20 @@ from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.pool import Digest, page_digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Guide(Protocol):
+    """What structured output asks of a sequence; `guides.py` has the real ones."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether only an end token may follow."""
+
+    def mask(self) -> Tensor:
+        """Which tokens may come next, bool [vocab], on the CPU."""
+
+    def advance(self, token: int) -> None:
+        """The token that came."""
 
 
 @dataclass
@@ -49,6 +63,8 @@ class Sequence:
     leader: Sequence | None = None  # whose prompt pages to share, for n > 1
     finished: FinishReason | None = None
     needs_all_logits: bool = False  # logprobs of the prompt
+    guide: Guide | None = None  # structured output: which tokens may come next
+    started: float | None = None  # when it was first scheduled, by the clock of its arrival
     swapped: Swapped | None = None  # its pages in host memory, where it was preempted that way
 
     def __post_init__(self) -> None:
@@ -68,6 +84,11 @@ class Sequence:
     def at_limit(self) -> bool:
         """Whether its last token was sampled already."""
         return self.length - len(self.prompt) >= self.max_new
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether nothing of it can be computed now: its last token was sampled, or its guide must see one first."""
+        return self.at_limit or (self.guide is not None and self.pending > 0)
 
     def digest_of(self, page: int, page_size: int) -> Digest:
         """Of its page with this number, which must be full of known tokens."""

@@ -49,16 +49,21 @@ class Stages:
 
 
 def start_engine(
-    model: str | Path, options: EngineOptions, *, on_block: Progress = silent, stages: Stages | None = None
+    model: str | Path,
+    options: EngineOptions,
+    *,
+    on_block: Progress = silent,
+    stages: Stages | None = None,
+    text: bool = True,
 ) -> Engine:
-    """An engine for a folder, a hub name or `demo`."""
+    """An engine for a folder, a hub name or `demo`. Without `text` it takes and gives token ids only."""
     stages = stages or Stages()
     with stages.stage("read headers"):
         checkpoint = Checkpoint(model_folder(model))
         config = read_model_config(checkpoint.config, _generation_config(checkpoint.folder))
     dtype = options.torch_dtype(checkpoint.dtype)
     with stages.stage("tokenizer"):
-        tokenizer = _tokenizer(checkpoint.folder)
+        tokenizer = load_tokenizer(checkpoint.folder) if text else None
 
     def load() -> Weights:
         return load_weights(checkpoint, config, dtype, options.torch_device, on_block)
@@ -157,7 +162,7 @@ def _generation_config(folder: Path) -> Config:
     return read_json(file, "") if file.exists() else {}
 
 
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """None for a folder without one: such a model takes and gives token ids."""
     if not any(folder.glob("tokenizer*")):
         return None

@@ -1,0 +1,295 @@
+"""The server's side of the engine process: starts it, watches over it, starts it again when it dies.
+
+Requests go out as messages and come back as deltas, one message a step for all of them. When the process dies, every
+open request ends with `EngineDied` at once and `ready` is false until a new process has loaded the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError, QuantkitError
+from quantkit.runtime.engine import Delta, check_request
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.server import messages
+from quantkit.runtime.server.messages import Message
+
+if TYPE_CHECKING:
+    from quantkit.runtime.guides import GuideSpec
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a new process; doubled while it dies at once
+STABLE_SECONDS = 60.0  # a process that lived so long starts anew without a pause
+
+
+class EngineDied(QuantkitError):
+    """The engine process is gone, and the request with it."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What is served."""
+
+    model: str
+    format: str
+    bits: float | None  # of quantized weights, scales and all
+    device: str
+    dtype: str
+    kv_dtype: str
+    weights_bytes: int
+    kv_tokens: int
+    page_size: int
+    max_context: int
+    vocab: int
+    eos: tuple[int, ...]
+    max_sequences: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The newest numbers of the engine process."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class Answering:
+    """An accepted request: its deltas, as they come."""
+
+    def __init__(self, client: EngineClient, request_id: int, answers: int) -> None:
+        self.request_id = request_id
+        self.prompt_logprobs: list[float | None] | None = None
+        self.prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
+        self.queued_seconds: float | None = None
+        self.cached_tokens = 0
+        self._client = client
+        self.unanswered = answers  # that the engine still owes
+        self._open = answers  # that the reader still waits for
+        self._queue: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._open == 0:
+            raise StopAsyncIteration
+        found = await self._queue.get()
+        if isinstance(found, QuantkitError):
+            self._open = 0
+            raise found
+        if found.finished is not None:
+            self._open -= 1
+        return found
+
+    def abort(self) -> None:
+        """Ends the request; its pages are free within a step."""
+        self._open = 0
+        self._client.forget(self.request_id)
+
+    def put(self, found: Delta | QuantkitError) -> None:
+        self._queue.put_nowait(found)
+
+
+class EngineClient:
+    def __init__(self, model: str, options: dict[str, Any], *, guides: bool = True) -> None:
+        """`options` are those of EngineOptions. Without `guides`, structured output is refused."""
+        self.info: EngineInfo | None = None
+        self.stats = EngineStats()
+        self.restarts = 0
+        self.ready = False
+        self._model = model
+        self._options = options
+        self._guides = guides
+        self._ids = count()
+        self._open: dict[int, Answering] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    async def start(self) -> None:
+        """Returns when the engine is ready; raises what kept it from starting."""
+        reader = await self._spawn()
+        await self._wait_until_ready(reader)
+        self._watch = asyncio.create_task(self._supervise(reader))
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Waits for open requests as long as that, then ends the process."""
+        self._closing = True
+        end = time.monotonic() + drain_seconds
+        while self._open and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self.ready = False
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        self._fail_all("the server is shutting down")
+        await self._end_process()
+
+    def submit(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, guide: GuideSpec | None = None
+    ) -> Answering:
+        """Hands a request to the engine. Stop strings are the caller's business: the engine sees tokens only."""
+        if not self.ready or self._writer is None or self.info is None:
+            raise EngineDied("the engine is not ready; try again in a moment")
+        if guide is not None and not self._guides:
+            raise InputError("structured output is switched off on this server")
+        check_request(prompt, params, self.info.max_context, self.info.vocab)
+        answering = Answering(self, next(self._ids), params.n)
+        self._open[answering.request_id] = answering
+        wanted = {
+            "id": answering.request_id,
+            "prompt": prompt,
+            "params": asdict(replace(params, stop=())),
+            "priority": priority,
+            "guide": None if guide is None else asdict(guide),
+        }
+        self._send({"add": wanted})
+        return answering
+
+    def forget(self, request_id: int) -> None:
+        if self._open.pop(request_id, None) is not None and self._writer is not None:
+            self._send({"abort": request_id})
+
+    def _send(self, message: Message) -> None:
+        assert self._writer is not None
+        if not self._writer.is_closing():
+            self._writer.write(messages.encode(_plain(message)))
+
+    async def _spawn(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "quantkit.runtime.server.worker",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=messages.LARGEST)
+        self._send({"serve": {"model": self._model, "options": self._options}})
+        return reader
+
+    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> None:
+        try:
+            first = await messages.read_async(reader)
+        except asyncio.IncompleteReadError:
+            code = await self._process.wait() if self._process else None
+            raise EngineDied(f"the engine process ended before it was ready (exit code {code})") from None
+        if "failed" in first:
+            await self._end_process()
+            raise (InputError if first["code"] == InputError.exit_code else QuantkitError)(first["failed"])
+        info = first["ready"] | {"eos": tuple(first["ready"]["eos"])}
+        self.info = EngineInfo(**info)
+        total = self.info.kv_tokens // self.info.page_size
+        self.stats = EngineStats(kv_pages_total=total)
+        self.ready = True
+
+    async def _supervise(self, reader: asyncio.StreamReader) -> None:
+        """Reads until the process is gone, then starts another one, for ever."""
+        pause = FIRST_PAUSE
+        while True:
+            began = time.monotonic()
+            await self._read(reader)
+            self.ready = False
+            self._fail_all("the engine process died; it is being restarted")
+            self.restarts += 1
+            while not self.ready:
+                await self._end_process()
+                if time.monotonic() - began < STABLE_SECONDS:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                else:
+                    pause = FIRST_PAUSE
+                with contextlib.suppress(QuantkitError, OSError):
+                    reader = await self._spawn()
+                    await self._wait_until_ready(reader)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self._take(await messages.read_async(reader))
+
+    def _take(self, message: Message) -> None:
+        if "deltas" in message:
+            for row in message["deltas"]:
+                self._deliver(row)
+        elif "stats" in message:
+            self.stats = EngineStats(**message["stats"])
+        elif "prompt_logprobs" in message:
+            found = message["prompt_logprobs"]
+            answering = self._open.get(found["id"])
+            if answering is not None:
+                answering.prompt_logprobs = found["logprobs"]
+                answering.prompt_top_logprobs = [[(token, value) for token, value in row] for row in found["top"]]
+        elif "refused" in message:
+            answering = self._open.pop(message["refused"], None)
+            if answering is not None:
+                answering.put(InputError(message["why"]))
+
+    def _deliver(self, row: list[Any]) -> None:
+        """See `worker.Worker._row`."""
+        name, index, token, finished, stop_reason, logprob, top, *first = row
+        answering = self._open.get(name)
+        if answering is None:  # aborted meanwhile
+            return
+        if first:
+            answering.queued_seconds, cached = first[0]
+            answering.cached_tokens = cached if index == 0 else answering.cached_tokens
+        pairs = None if top is None else [(one, value) for one, value in top]
+        answering.put(Delta(name, index, token, "", logprob, pairs, finished, stop_reason))
+        if finished is not None:
+            answering.unanswered -= 1
+            if answering.unanswered == 0:
+                del self._open[name]
+
+    def _fail_all(self, why: str) -> None:
+        for answering in self._open.values():
+            answering.put(EngineDied(why))
+        self._open.clear()
+
+    async def _end_process(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout=5)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+            self._process = None
+
+
+def _plain(message: Message) -> Message:
+    """Mappings with whole numbers as keys would become texts on the way."""
+    wanted = message.get("add")
+    if wanted is not None and wanted["params"]["logit_bias"]:
+        pairs = list(wanted["params"]["logit_bias"].items())
+        return {"add": wanted | {"params": wanted["params"] | {"logit_bias": pairs}}}
+    return message
+

@@ -1,0 +1,203 @@
+"""The engine process of the server: `python -m quantkit.runtime.server.worker FD`, where FD is its end of a socket.
+
+It first reads what to serve, then answers `add` and `abort`. One thread reads, one writes, the main one steps; so
+neither a slow server nor a long message stalls a step. When the other side goes, it goes.
+
+    in    {"serve": {"model", "options"}}, {"add": {"id", "prompt", "params", "priority", "guide"}}, {"abort": id}
+    out   {"ready": info} or {"failed": text, "code"}, {"refused": id, "why"}, {"deltas": [...]}, {"stats": {...}},
+          {"prompt_logprobs": {"id", "logprobs", "top"}}
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import QuantkitError
+from quantkit.runtime.engine import Delta, Engine, Request
+from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.server import messages
+from quantkit.runtime.server.messages import Message
+from quantkit.runtime.startup import load_tokenizer, start_engine
+from quantkit.sources import model_folder
+
+if TYPE_CHECKING:
+    from quantkit.runtime.guides import GuideCompiler
+
+STATS_SECONDS = 0.1
+
+
+class Worker:
+    """An engine that takes its requests from messages."""
+
+    def __init__(self, engine: Engine, model: str, outbox: queue.Queue[Message | None]) -> None:
+        self._engine = engine
+        self._model = model
+        self._outbox = outbox
+        self._names: dict[int, int] = {}  # the engine's id of a request -> the server's
+        self._requests: dict[int, Request] = {}  # by the server's id
+        self._compiler: GuideCompiler | None = None
+        self._sent_stats = 0.0
+
+    def run(self, inbox: queue.Queue[Message | None]) -> None:
+        """Until the inbox brings None."""
+        while True:
+            try:
+                message = inbox.get_nowait() if self._engine.busy else inbox.get()
+            except queue.Empty:
+                self._step()
+                continue
+            if message is None:
+                return
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if "add" in message:
+            self._add(message["add"])
+        elif "abort" in message:
+            request = self._requests.pop(message["abort"], None)
+            if request is not None:
+                self._names.pop(request.id, None)
+                self._engine.abort(request.id)
+            self._send_stats()
+
+    def _add(self, wanted: dict[str, Any]) -> None:
+        try:
+            given = wanted["params"] | {"logit_bias": dict(wanted["params"]["logit_bias"])}
+            params = SamplingParams(**given)
+            guides = self._guides(wanted["guide"], params.n)
+            request = self._engine.add(wanted["prompt"], params, priority=wanted["priority"], guides=guides)
+        except QuantkitError as error:
+            self._outbox.put({"refused": wanted["id"], "why": str(error)})
+            return
+        self._requests[wanted["id"]] = request
+        self._names[request.id] = wanted["id"]
+
+    def _guides(self, spec: dict[str, str] | None, count: int) -> list[Any]:
+        if spec is None:
+            return []
+        from quantkit.runtime.guides import GuideCompiler, GuideSpec  # a library that few requests need
+
+        if self._compiler is None:
+            tokenizer = load_tokenizer(model_folder(self._model))
+            self._compiler = GuideCompiler(tokenizer, self._engine.config.vocab, self._engine.config.eos)
+        return [self._compiler.compile(GuideSpec(**spec)) for _ in range(count)]
+
+    def _step(self) -> None:
+        deltas = [delta for delta in self._engine.step() if delta.request in self._names]
+        rows = [self._row(delta) for delta in deltas]
+        for delta in deltas:
+            if delta.request not in self._engine.requests and delta.request in self._names:
+                del self._requests[self._names.pop(delta.request)]
+        if rows:
+            self._outbox.put({"deltas": rows})
+        if not self._engine.busy or time.monotonic() - self._sent_stats > STATS_SECONDS:
+            self._send_stats()
+
+    def _row(self, delta: Delta) -> list[Any]:
+        """[id, index, token, finished, stop_reason, logprob, top, queued seconds and cached tokens at the first]."""
+        name = self._names[delta.request]
+        request = self._requests[name]
+        sequence = request.sequences[delta.index]
+        row: list[Any] = [name, delta.index, delta.token, delta.finished, delta.stop_reason, delta.logprob, delta.top]
+        if len(sequence.answer) == 1:
+            started = sequence.started or request.arrived
+            row.append([started - request.arrived, sequence.reused])
+            if delta.index == 0 and request.params.prompt_logprobs is not None:
+                self._send_prompt_logprobs(name, request)
+        return row
+
+    def _send_prompt_logprobs(self, name: int, request: Request) -> None:
+        logprobs = [value for part in request.prompt_logprobs for value in part.logprobs]
+        top = [row for part in request.prompt_logprobs for row in part.top]
+        self._outbox.put({"prompt_logprobs": {"id": name, "logprobs": [None, *logprobs], "top": [[], *top]}})
+
+    def _send_stats(self) -> None:
+        self._sent_stats = time.monotonic()
+        scheduler, pool = self._engine.scheduler, self._engine.scheduler.pool
+        stats = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_pages_used": pool.usable - pool.free,
+            "kv_pages_total": pool.usable,
+            "prompt_tokens": scheduler.prompt_tokens,
+            "reused_tokens": scheduler.reused_tokens,
+            "generated_tokens": self._engine.generated,
+            "preemptions": scheduler.preemptions,
+            "steps": self._engine.steps,
+        }
+        self._outbox.put({"stats": stats})
+
+
+def describe(engine: Engine, model: str) -> dict[str, Any]:
+    """What `EngineInfo` holds."""
+    from quantkit.inspection import inspect_checkpoint
+
+    found = inspect_checkpoint(model_folder(model))
+    schemes = sorted(found.schemes)
+    memory, options = engine.memory, engine.options
+    embedding = engine.runner.decoder.weights.embedding
+    return {
+        "model": model,
+        "format": ", ".join(schemes) or str(embedding.dtype)[6:],
+        "bits": found.quantized_bits_per_weight,
+        "device": str(options.torch_device),
+        "dtype": str(embedding.dtype)[6:],
+        "kv_dtype": str(engine.runner.cache.pages.dtype)[6:],
+        "weights_bytes": memory.weights,
+        "kv_tokens": memory.kv_tokens,
+        "page_size": memory.page_size,
+        "max_context": memory.max_context,
+        "vocab": engine.config.vocab,
+        "eos": list(engine.config.eos),
+        "max_sequences": options.sequences,
+    }
+
+
+def main(descriptor: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    connection = socket.socket(fileno=descriptor)
+    inbox: queue.Queue[Message | None] = queue.Queue()
+    outbox: queue.Queue[Message | None] = queue.Queue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    writer = threading.Thread(target=_write, args=(connection, outbox), daemon=True)
+    writer.start()
+    first = inbox.get()
+    if first is None:
+        return
+    wanted = first["serve"]
+    try:
+        engine = start_engine(wanted["model"], EngineOptions(**wanted["options"]), text=False)
+        outbox.put({"ready": describe(engine, wanted["model"])})
+    except QuantkitError as error:
+        outbox.put({"failed": str(error), "code": error.exit_code})
+    else:
+        Worker(engine, wanted["model"], outbox).run(inbox)
+    outbox.put(None)
+    writer.join(timeout=5)
+    os._exit(0)  # threads of libraries may not want to end
+
+
+def _read(connection: socket.socket, inbox: queue.Queue[Message | None]) -> None:
+    while (message := messages.read(connection)) is not None:
+        inbox.put(message)
+    inbox.put(None)
+
+
+def _write(connection: socket.socket, outbox: queue.Queue[Message | None]) -> None:
+    try:
+        while (message := outbox.get()) is not None:
+            connection.sendall(messages.encode(message))
+    except OSError:  # the server is gone, and the reader has seen it too
+        return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,157 @@
+"""The engine process: answers, aborts, refusals, a violent death and the restart after it."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from quantkit.errors import InputError
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.server.engine_client import Answering, EngineClient, EngineDied
+
+PROMPT = [420, 518, 1060]
+pytestmark = pytest.mark.xdist_group("engine-process")
+
+
+def with_engine(use: Callable[[EngineClient], Awaitable[Any]], **options: Any) -> Any:
+    """Runs something with a real engine process, which is gone afterwards."""
+
+    async def run() -> Any:
+        client = EngineClient("demo", {"device": "cpu", "max_context": 256} | options)
+        await client.start()
+        try:
+            return await use(client)
+        finally:
+            pid = client.pid
+            await client.close()
+            assert pid is not None
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+    return asyncio.run(run())
+
+
+async def tokens_of(client: EngineClient, params: SamplingParams) -> list[list[int | None]]:
+    found: list[list[int | None]] = [[] for _ in range(params.n)]
+    async for delta in client.submit(PROMPT, params):
+        found[delta.index].append(delta.token)
+    return found
+
+
+async def drained(answering: Answering) -> None:
+    async for _ in answering:
+        pass
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def test_the_process_answers_as_the_engine_does() -> None:
+    kinds = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=5, logit_bias={5: -2.5}, repetition_penalty=1.2),
+        SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=1),
+    ]
+
+    async def use(client: EngineClient) -> Any:
+        together = await asyncio.gather(*(tokens_of(client, params) for params in kinds))
+        last = client.submit(PROMPT, kinds[2])
+        deltas = [delta async for delta in last]
+        assert client.open_requests == 0
+        return together, deltas, last.prompt_logprobs, last.queued_seconds, client.info
+
+    together, deltas, prompt_logprobs, queued, info = with_engine(use)
+    llm = LLM("demo", device="cpu", max_context=256)
+    for found, params in zip(together, kinds, strict=True):
+        assert found == [answer.token_ids for answer in llm.generate([PROMPT], params)[0].answers]
+    wanted = llm.generate([PROMPT], kinds[2])[0]
+    assert [delta.logprob for delta in deltas] == pytest.approx(wanted.answers[0].logprobs, abs=1e-4)
+    assert prompt_logprobs[0] is None
+    assert prompt_logprobs[1:] == pytest.approx(wanted.prompt_logprobs[1:], abs=1e-4)  # type: ignore[index]
+    assert 0 <= queued < 5
+    assert info.max_context == 256
+    assert info.vocab == llm.engine.config.vocab
+
+
+def test_aborts_give_pages_back_and_others_go_on() -> None:
+    async def use(client: EngineClient) -> None:
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        doomed = [client.submit(PROMPT, long) for _ in range(6)]
+        other = asyncio.create_task(tokens_of(client, SamplingParams(max_tokens=40, ignore_eos=True)))
+        for answering in doomed:
+            await anext(aiter(answering))
+            answering.abort()
+            with pytest.raises(StopAsyncIteration):
+                await anext(aiter(answering))
+        assert len((await other)[0]) == 40
+        await until(lambda: client.stats.running == 0 and client.stats.kv_pages_used == 0)
+        assert client.open_requests == 0
+
+    with_engine(use)
+
+
+def test_wrong_requests_are_refused_and_others_go_on() -> None:
+    async def use(client: EngineClient) -> None:
+        running = asyncio.create_task(tokens_of(client, SamplingParams(max_tokens=30, ignore_eos=True)))
+        await asyncio.sleep(0)
+        for prompt, words in (([], "empty"), ([1] * 300, "contexts end at 256"), ([10**6], "not in the vocabulary")):
+            with pytest.raises(InputError, match=words):
+                client.submit(prompt, SamplingParams())
+        with pytest.raises(InputError, match="logit_bias"):
+            client.submit(PROMPT, SamplingParams(logit_bias={10**6: 1.0}))
+        assert len((await running)[0]) == 30
+
+    with_engine(use)
+
+
+def test_a_killed_process_is_replaced() -> None:
+    """Open requests fail at once, the client is not ready, and then answers as before."""
+
+    async def use(client: EngineClient) -> None:
+        before = await tokens_of(client, SamplingParams(max_tokens=8))
+        answering = [client.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(3)]
+        await anext(aiter(answering[0]))
+        pid = client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        for one in answering:
+            with pytest.raises(EngineDied, match="died"):
+                await asyncio.wait_for(drained(one), 2)
+        assert not client.ready
+        with pytest.raises(EngineDied, match="not ready"):
+            client.submit(PROMPT, SamplingParams())
+        await until(lambda: client.ready)
+        assert client.restarts == 1
+        assert client.pid != pid
+        assert await tokens_of(client, SamplingParams(max_tokens=8)) == before
+
+    with_engine(use)
+
+
+def test_closing_waits_for_open_requests() -> None:
+    async def run() -> int:
+        client = EngineClient("demo", {"device": "cpu", "max_context": 256})
+        await client.start()
+        answer = asyncio.create_task(tokens_of(client, SamplingParams(max_tokens=60, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        await client.close(drain_seconds=30)
+        return len((await answer)[0])
+
+    assert asyncio.run(run()) == 60
+
+
+def test_a_model_that_cannot_start() -> None:
+    async def run(options: dict[str, Any], model: str = "demo") -> None:
+        await EngineClient(model, options).start()
+
+    with pytest.raises(InputError, match="no model at 'nowhere'"):
+        asyncio.run(run({}, "nowhere"))
+    with pytest.raises(InputError, match="does not fit"):
+        asyncio.run(run({"device": "cpu", "kv_tokens": 10**12}))

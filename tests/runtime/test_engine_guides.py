@@ -1,0 +1,78 @@
+"""Structured output through the engine: masks meet sampling, overlap, preemption and other requests."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from quantkit.runtime.guides import GuideCompiler, GuideSpec
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.params import SamplingParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"overlap": True}, {"overlap": True, "kv_tokens": 256}])
+def test_answers_follow_their_guides_beside_others(options: dict[str, object]) -> None:
+    llm = LLM("demo", device="cpu", max_context=160, **options)
+    engine = llm.engine
+    compiler = GuideCompiler(engine.tokenizer, engine.config.vocab, engine.config.eos)
+    specs = [
+        GuideSpec("json_schema", json.dumps(SCHEMA)),
+        GuideSpec("regex", r"[a-c]{3}-[0-9]{2}"),
+        GuideSpec("choice", json.dumps(["yes", "no", "perhaps"])),
+    ]
+    free = SamplingParams(max_tokens=30, ignore_eos=True)
+    plain = [engine.add(llm.encode(text), free) for text in ("The function returns", "In the year")]
+    guided = []
+    for seed, spec in enumerate(specs):
+        params = SamplingParams(max_tokens=120, temperature=1.0, seed=seed, n=2)
+        guides = [compiler.compile(spec) for _ in range(2)]
+        guided.append(engine.add(llm.encode("Answer:"), params, guides=guides))
+    texts: dict[tuple[int, int], str] = {}
+    ends: dict[tuple[int, int], str | None] = {}
+    while engine.busy:
+        for delta in engine.step():
+            key = (delta.request, delta.index)
+            texts[key] = texts.get(key, "") + delta.text
+            ends[key] = delta.finished
+        engine.check_integrity()
+    for index in range(2):
+        answers = [texts[request.id, index] for request in guided]
+        jsonschema.validate(json.loads(answers[0]), SCHEMA)
+        assert re.fullmatch(r"[a-c]{3}-[0-9]{2}", answers[1])
+        assert answers[2] in ("yes", "no", "perhaps")
+        assert {ends[request.id, index] for request in guided} == {"stop"}
+    alone = LLM("demo", device="cpu", max_context=160).generate(["The function returns", "In the year"], free)
+    assert [texts[request.id, 0] for request in plain] == [one.text for one in alone]
+
+
+def test_a_broken_guide_ends_its_answer_alone() -> None:
+    """A guide that fails must not take the step down with it."""
+    from quantkit.errors import QuantkitError
+
+    class Broken:
+        finished = False
+
+        def mask(self) -> None:
+            raise QuantkitError("too complex")
+
+        advance = staticmethod(lambda token: Broken().mask())
+
+    llm = LLM("demo", device="cpu", max_context=160)
+    other = llm.engine.add(llm.encode("In the year"), SamplingParams(max_tokens=6, ignore_eos=True))
+    broken = llm.engine.add(llm.encode("In the year"), SamplingParams(), guides=[Broken()])  # type: ignore[list-item]
+    ends = {}
+    while llm.engine.busy:
+        ends |= {delta.request: delta.finished for delta in llm.engine.step()}
+    assert ends == {other.id: "length", broken.id: "error"}
