@@ -237,11 +237,22 @@ def _grammar_of(spec: GuideSpec) -> str:
         if spec.kind == "json_schema":
             return _json_grammar(_checked_schema(_parsed(spec)))
         if spec.kind == "regex":
-            return LLMatcher.grammar_from_regex(spec.text)
+            return _regex_grammar(spec.text)
         lark = _choice_grammar(_parsed(spec)) if spec.kind == "choice" else spec.text
         return LLMatcher.grammar_from_lark(lark)
     except ValueError as error:  # what JSON or Unicode forbids
         raise InputError(f"the {spec.name} cannot be used: {error}") from error
+
+
+def _regex_grammar(regex: str) -> str:
+    from llguidance import LLMatcher, regex_to_lark
+
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance would drop it
+        raise InputError("the regex ends with a single backslash; write two for the character itself")
+    if not regex:
+        return LLMatcher.grammar_from_regex(regex)
+    # \d, \w and \s are ASCII, as in the patterns of a JSON schema and as with Python's re.ASCII.
+    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, 'dws')}/")
 
 
 def _json_grammar(schema: str | dict[str, Any]) -> str:
@@ -268,7 +279,9 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
 def _choice_grammar(choices: Any) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise InputError(f"the list of choices is {choices!r}, but must be a list of one text or more")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
+    for choice in choices:
+        choice.encode()  # half a surrogate pair is no text
+    return "start: " + " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices))
 
 
 def _reason(error: str) -> str:

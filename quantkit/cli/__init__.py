@@ -12,7 +12,7 @@ import click
 
 from quantkit.errors import QuantkitError
 
-COMMANDS = ("quantize", "import", "convert", "inspect", "recipes", "generate", "chat", "eval", "bench", "demo")
+COMMANDS = ("quantize", "import", "convert", "inspect", "recipes", "generate", "chat", "serve", "eval", "bench", "demo")
 
 
 class LazyGroup(click.Group):
@@ -50,6 +50,7 @@ def cli() -> None:
     quantkit eval demo-nf4                        perplexity on held-out text
     quantkit generate demo-nf4 "The function"     text
     quantkit chat demo-nf4                        a conversation
+    quantkit serve demo-nf4                       OpenAI's API over HTTP, and a page
 
     MODEL is a folder, a hub name such as org/model, or `demo`.
     """

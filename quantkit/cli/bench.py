@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli.bench_serve import serve_command
 from quantkit.cli.common import json_option, print_json, print_table, progress_bar
 from quantkit.cli.engine_options import engine_options
 from quantkit.errors import InputError, QuantkitError
@@ -32,7 +33,11 @@ def command() -> None:
     \b
     quantkit bench kernels     one kernel at a time
     quantkit bench engine      whole answers: tokens per second, waiting times, memory
+    quantkit bench serve       a running server, as its clients see it
     """
+
+
+command.add_command(serve_command)
 
 
 @command.command("kernels", short_help="Time each kernel, after checking that its result is right.")

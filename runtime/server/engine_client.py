@@ -138,6 +138,9 @@ class EngineClient:
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Waits for open requests as long as that, then ends the process."""
         self._closing = True
+        if not self.ready and self._process is not None:  # it loads, and would not notice
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         end = time.monotonic() + drain_seconds
         while self._open and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -292,4 +295,3 @@ def _plain(message: Message) -> Message:
         pairs = list(wanted["params"]["logit_bias"].items())
         return {"add": wanted | {"params": wanted["params"] | {"logit_bias": pairs}}}
     return message
-

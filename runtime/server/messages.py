@@ -40,7 +40,10 @@ def _size(head: bytes) -> int:
 def _exactly(source: socket.socket, size: int) -> bytes | None:
     parts = []
     while size:
-        part = source.recv(min(size, 1 << 20))
+        try:
+            part = source.recv(min(size, 1 << 20))
+        except ConnectionError:  # it was killed
+            return None
         if not part:
             return None
         parts.append(part)

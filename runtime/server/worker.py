@@ -19,7 +19,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.engine import Delta, Engine, Request
 from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.params import SamplingParams
@@ -87,6 +87,8 @@ class Worker:
 
         if self._compiler is None:
             tokenizer = load_tokenizer(model_folder(self._model))
+            if tokenizer is None:
+                raise InputError("structured output needs a tokenizer, which this model folder lacks")
             self._compiler = GuideCompiler(tokenizer, self._engine.config.vocab, self._engine.config.eos)
         return [self._compiler.compile(GuideSpec(**spec)) for _ in range(count)]
 
@@ -162,7 +164,8 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
 
 
 def main(descriptor: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may reach the whole group: the server decides when to end
+        signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     inbox: queue.Queue[Message | None] = queue.Queue()
     outbox: queue.Queue[Message | None] = queue.Queue()

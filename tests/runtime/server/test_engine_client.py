@@ -3,7 +3,11 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +137,32 @@ def test_a_killed_process_is_replaced() -> None:
         assert await tokens_of(client, SamplingParams(max_tokens=8)) == before
 
     with_engine(use)
+
+
+def test_the_engine_ends_when_its_server_is_killed() -> None:
+    """No orphan stays behind, even amid an answer."""
+    code = """
+import asyncio, os, signal
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.server.engine_client import EngineClient
+
+async def main():
+    client = EngineClient("demo", {"device": "cpu", "max_context": 256})
+    await client.start()
+    await anext(aiter(client.submit([420, 518], SamplingParams(max_tokens=200, ignore_eos=True))))
+    print(client.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    engine = Path(f"/proc/{int(run.stdout)}/stat")
+    for _ in range(200):
+        if not engine.exists() or engine.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    os.kill(int(run.stdout), signal.SIGKILL)
+    pytest.fail("the engine process lives on")
 
 
 def test_closing_waits_for_open_requests() -> None:

@@ -1,0 +1,77 @@
+"""quantkit serve"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Literal, Union, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from quantkit.errors import InputError
+from quantkit.runtime.server.settings import FLAGS, ServerSettings, load_settings
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def _settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One option for each setting. None means that it was not given, so that the configuration file counts."""
+    for name in reversed(FLAGS):
+        command = _option(name, ServerSettings.model_fields[name])(command)
+    return command
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    flag, kind, help_text = f"--{name.replace('_', '-')}", _kind(field.annotation), _help(field)
+    if kind is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=help_text)
+    if get_origin(kind) is list:
+        return click.option(flag, name, multiple=True, metavar="TEXT", help=f"{help_text} May be given several times.")
+    if get_origin(kind) is Literal:
+        return click.option(flag, name, type=click.Choice(get_args(kind)), help=help_text)
+    metavar = "FILE" if name.endswith("file") else _METAVARS[kind]
+    return click.option(flag, name, type=kind, metavar=metavar, help=help_text)
+
+
+def _kind(annotation: Any) -> Any:
+    """`int` of `int | None`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(kind for kind in get_args(annotation) if kind is not type(None))
+    return annotation
+
+
+def _help(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    text = field.description or ""
+    if default is None or default == []:
+        return text
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    return f"{text}  [default: {shown}]"
+
+
+@click.command("serve", short_help="Serve a model over HTTP, as OpenAI's API.")
+@click.argument("model", required=False)
+@click.option("--config", metavar="FILE", help="YAML file with a key for each flag, such as `max_queue: 64`.")
+@_settings_options
+def command(model: str | None, config: str | None, **flags: Any) -> None:
+    """Serve MODEL over HTTP with OpenAI's API, until SIGTERM or Ctrl-C.
+
+    \b
+    quantkit serve demo
+    quantkit serve org/model --host 0.0.0.0 --api-keys-file keys.txt
+    quantkit serve model-w4 --served-model-name small --kv-dtype fp8 --max-context 8192
+    quantkit serve --config server.yaml
+
+    Flags win over the file, QUANTKIT_API_KEYS (keys, separated by commas) over its api_keys_file. The page at / shows
+    what the server does; /metrics is for Prometheus. See docs/serving.md.
+    """
+    given = {name: list(value) or None if isinstance(value, tuple) else value for name, value in flags.items()}
+    settings = load_settings({"model": model, **given}, config)
+    try:
+        from quantkit.runtime.server.serve import run
+    except ModuleNotFoundError as error:
+        raise InputError(f"the server needs the package '{error.name}'; run: pip install {error.name}") from error
+    code = run(settings)
+    if code:
+        raise SystemExit(code)

@@ -1,0 +1,182 @@
+"""Deltas of the engine in, pieces of text out: what one prompt's answers say, and when each of them has ended.
+
+The engine sees tokens only. Here they become text, and a stop string ends an answer: the engine is told when nobody
+waits for any of a request's answers any longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quantkit.runtime.engine import Delta
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.server.engine_client import Answering
+from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.logprobs import Scored
+from quantkit.runtime.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quantkit.runtime.server.metrics import ServerMetrics
+
+_CONTEXT_TOKENS = 16  # of the prompt, that a text stream looks at
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new in one answer to one prompt."""
+
+    prompt: int
+    index: int
+    text: str
+    tokens: tuple[Scored, ...] = ()  # empty where nobody asked for log-probabilities
+    finished: str | None = None
+
+
+@dataclass
+class _Answer:
+    """One of the n answers while it grows."""
+
+    stream: TextStream
+    tokens: list[int] = field(default_factory=list)
+    newest: float | None = None  # when its last token came
+    finished: str | None = None
+
+
+@dataclass
+class Answers:
+    """The n answers to one prompt. `no_text` keeps their tokens back: the client wants the prompt only."""
+
+    answering: Answering
+    prompt: Sequence[int]
+    params: SamplingParams
+    tokenizer: PreTrainedTokenizerBase
+    end_tokens: frozenset[int]
+    metrics: ServerMetrics
+    arrived: float
+    number: int = 0  # of the prompt, among those of the request
+    no_text: bool = False
+    first_token_seconds: float | None = None
+    _each: list[_Answer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for _ in range(self.params.n):
+            stream = TextStream(
+                self.tokenizer,
+                prompt_ids=self.prompt[-_CONTEXT_TOKENS:],
+                stop=tuple(self.params.stop),
+                include_stop=self.params.include_stop,
+                skip_special_tokens=self.params.skip_special_tokens,
+            )
+            self._each.append(_Answer(stream))
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all answers, up to where each ended."""
+        return 0 if self.no_text else sum(len(answer.tokens) for answer in self._each)
+
+    @property
+    def finished_tokens(self) -> list[list[int]]:
+        """Of the answers that came to their end."""
+        return [answer.tokens for answer in self._each if answer.finished and answer.tokens]
+
+    @property
+    def prompt_tokens(self) -> list[Scored]:
+        """The prompt with its log-probabilities, where they were asked for."""
+        values = self.answering.prompt_logprobs or []
+        top = self.answering.prompt_top_logprobs or []
+        return [Scored(*row) for row in zip(self.prompt, values, top, strict=True)]
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Until every answer has ended. Leaving early ends the engine's request."""
+        try:
+            async for delta in self.answering:
+                piece = self._take(delta)
+                if piece is not None:
+                    yield piece
+                if all(answer.finished for answer in self._each):
+                    return
+        finally:
+            self.answering.abort()
+
+    def _take(self, delta: Delta) -> Piece | None:
+        """None where there is nothing to show: an answer that has met its stop string, half a character."""
+        answer = self._each[delta.index]
+        if answer.finished:
+            return None
+        if delta.finished in ("error", "abort"):
+            raise ApiError(500, "the engine gave the answer up; its structure became too complex", code="engine_error")
+        self._observe(answer)
+        text = ""
+        scored: tuple[Scored, ...] = ()
+        if delta.token is not None:
+            answer.tokens.append(delta.token)
+            if delta.token not in self.end_tokens:
+                text = answer.stream.push(delta.token)
+                scored = self._scored(delta)
+        answer.finished = "stop" if answer.stream.stopped else delta.finished
+        if answer.finished:
+            text += answer.stream.finish()
+        if self.no_text:
+            text, scored = "", ()
+        if not text and not scored and not answer.finished:
+            return None
+        reason = "length" if self.no_text and answer.finished else answer.finished
+        return Piece(self.number, delta.index, text, scored, reason)
+
+    def _scored(self, delta: Delta) -> tuple[Scored, ...]:
+        if delta.token is None or delta.logprob is None:
+            return ()
+        return (Scored(delta.token, delta.logprob, delta.top or ()),)
+
+    def _observe(self, answer: _Answer) -> None:
+        now = time.monotonic()
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now - self.arrived
+            self.metrics.request_queued(self.answering.queued_seconds or 0.0)
+        if answer.newest is None:
+            self.metrics.first_token(now - self.arrived)
+        else:
+            self.metrics.token_gap(now - answer.newest)
+        answer.newest = now
+
+
+async def merged(sources: Sequence[Answers]) -> AsyncGenerator[Piece, None]:
+    """The pieces of several prompts, as they come."""
+    if len(sources) == 1:  # the usual case needs no task of its own
+        async with aclosing(sources[0].pieces()) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
+    found: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(source, found)) for source in sources]
+    try:
+        open_sources = len(tasks)
+        while open_sources:
+            item = await found.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_sources -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(source: Answers, found: asyncio.Queue[Piece | Exception | None]) -> None:
+    try:
+        async with aclosing(source.pieces()) as pieces:
+            async for piece in pieces:
+                found.put_nowait(piece)
+        found.put_nowait(None)
+    except Exception as error:  # raised where the pieces are read
+        found.put_nowait(error)

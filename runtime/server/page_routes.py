@@ -1,0 +1,78 @@
+"""The page that a browser gets: its files, and the numbers that it shows.
+
+The files are read once, when the router is made, and answered by name from memory: no request reaches the file system.
+The page needs no other host; its Content-Security-Policy says so to the browser, and also that no text can become a
+script, whatever a model answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, HTTPException
+from fastapi.responses import JSONResponse, Response
+
+from quantkit.runtime.server.calls import package_version, served_names
+
+if TYPE_CHECKING:
+    from quantkit.runtime.server.engine_client import EngineClient
+    from quantkit.runtime.server.metrics import ServerMetrics
+    from quantkit.runtime.server.settings import ServerSettings
+
+PAGE_FOLDER = Path(__file__).parent / "page"
+_CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "Cache-Control": "no-cache",  # a new version of the server shows its own page at once
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page_router(settings: ServerSettings, client: EngineClient, metrics: ServerMetrics) -> APIRouter:
+    """Routes of the page, for an application to include."""
+    files = {path.name: path.read_bytes() for path in PAGE_FOLDER.iterdir() if path.suffix in _CONTENT_TYPES}
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def index() -> Response:
+        return _file("index.html", files["index.html"])
+
+    @router.get("/page/status")
+    async def status() -> Response:
+        content = _status(settings, client, metrics)
+        return JSONResponse(content, headers=_HEADERS | {"Cache-Control": "no-store"})
+
+    @router.get("/page/{name}")
+    async def static(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, f"the page has no file '{name}'")
+        return _file(name, files[name])
+
+    return router
+
+
+def _file(name: str, content: bytes) -> Response:
+    return Response(content, media_type=_CONTENT_TYPES[Path(name).suffix], headers=_HEADERS)
+
+
+def _status(settings: ServerSettings, client: EngineClient, metrics: ServerMetrics) -> dict[str, Any]:
+    """What is served (null until that is known), and the newest numbers. No paths: whoever opens the page reads it."""
+    live = dict(metrics.snapshot())
+    name = served_names(settings)[0]
+    return {
+        "info": None if client.info is None else asdict(client.info) | {"model": name},
+        "live": live,
+        "shadow": live.pop("shadow", None),
+        "ready": client.ready,
+        "version": package_version(),
+    }

@@ -1,0 +1,84 @@
+"""Gives every request an id, and one line in the log when the last byte of its answer is out.
+
+Handlers add to the line through `note`. A prompt is noted only where the operator asked for it, an API key never.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quantkit.runtime.server.logs import log_event
+
+if TYPE_CHECKING:
+    from quantkit.runtime.server.metrics import ServerMetrics
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+_QUIET = ("/health", "/ready", "/metrics", "/page/")  # asked every few seconds
+_ACCEPTED = "accepted"
+
+
+def note(scope: Scope, **fields: Any) -> None:
+    """Adds fields to the line of a request."""
+    scope.setdefault("state", {}).setdefault("log", {}).update(fields)
+
+
+def note_accepted(scope: Scope) -> None:
+    """The engine has it: however it ends, it was not refused."""
+    note(scope, **{_ACCEPTED: True})
+
+
+class LogMiddleware:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, status, request_id = time.monotonic(), 500, _request_id(scope)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            self._write(scope, request_id, status, time.monotonic() - begin)
+
+    def _write(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        fields = dict(scope.get("state", {}).get("log", {}))
+        accepted = fields.pop(_ACCEPTED, False)
+        if status >= 400 and scope["method"] == "POST" and not accepted:
+            self._metrics.request_refused(status)
+        if status < 400 and scope["path"].startswith(_QUIET):
+            return
+        client = scope.get("client")
+        log_event(
+            "request",
+            level=logging.ERROR if status == 500 else logging.INFO,  # what clients do wrong is no error of ours
+            request_id=request_id,
+            method=scope["method"],
+            path=scope["path"],  # without the query: clients put secrets there
+            status=status,
+            seconds=round(seconds, 5),
+            client=client[0] if client else None,
+            **fields,
+        )
+
+
+def _request_id(scope: Scope) -> str:
+    """The caller's own, if it is a harmless word."""
+    given = next((value.decode("latin-1") for key, value in scope["headers"] if key == b"x-request-id"), "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

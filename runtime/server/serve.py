@@ -1,0 +1,277 @@
+"""From settings to a server that answers, and to its end.
+
+    bind the port -> start the engine -> listen -> (SIGTERM or Ctrl-C) -> drain -> exit
+
+The port is bound before the model is loaded, so that a port in use is found at once, but nobody can connect before the
+engine is ready. While draining, the server still listens: new requests get 503 with Retry-After, accepted ones finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from quantkit.errors import InputError
+from quantkit.runtime.server.logs import log_event, setup_logging
+from quantkit.runtime.server.settings import ServerSettings
+from quantkit.sources import model_folder
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from transformers import PreTrainedTokenizerBase
+
+    from quantkit.runtime.server.drain import DrainGate
+    from quantkit.runtime.server.engine_client import EngineClient
+    from quantkit.runtime.server.shadow import ShadowWatch
+
+STILL_LOADING_SECONDS = 10.0  # between two lines that say so
+WATCH_SECONDS = 0.25  # between looks at the engine, for the log
+KEEP_ALIVE_SECONDS = 75  # longer than the 60 of nginx: the side that opens connections should close them
+_LAST_WORDS_SECONDS = 1  # for connections that are still open when the time to drain is over
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+def run(settings: ServerSettings) -> int:
+    """Serves until a signal comes; the exit code of the process."""
+    setup_logging(settings.log_level)
+    _check_tls(settings)
+    with _bind(settings.host, settings.port) as listener:
+        if not settings.api_keys and not settings.host.startswith(_LOOPBACK):
+            _say(f"no API keys, and {settings.host} is no loopback address: whoever reaches it may ask", warn=True)
+        factory = uvicorn.Config(_nothing, log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(_Serving(settings, listener).run())
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: uvicorn would refuse connections at the first one."""
+        yield
+
+
+class _Serving:
+    """One run of the server."""
+
+    def __init__(self, settings: ServerSettings, listener: socket.socket) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._stopping = asyncio.Event()
+        self._client: EngineClient | None = None
+        self._reference: EngineClient | None = None
+        self._shadow: ShadowWatch | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            app = await self._until_stopped(self._load())
+            if app is not None:
+                await self._listen(app)
+        finally:
+            if self._shadow is not None:
+                await self._shadow.close()
+            if self._client is not None:
+                await self._client.close()
+        log_event("stopped")
+        return 0
+
+    def _on_signal(self) -> None:
+        """The first asks for a graceful end, the second does not wait for one."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            return
+        for client in (self._client, self._reference):
+            if client is not None and client.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(client.pid, signal.SIGKILL)
+        os._exit(1)
+
+    async def _until_stopped(self, work: Any) -> Any:
+        """What the work gives; None where a signal came first, and the work was cancelled."""
+        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task})
+        return None
+
+    async def _load(self) -> ASGIApp:
+        """The application around an engine that is ready."""
+        settings, began = self._settings, time.monotonic()
+        folder = await asyncio.to_thread(model_folder, settings.model)  # wrong names are found before long imports
+        _say(f"loading {settings.model}")
+        telling = asyncio.ensure_future(_tell_that_it_loads(settings.model, began))
+        try:
+            await asyncio.to_thread(_import_engine_client)
+            _, (create_app, tokenizer) = await asyncio.gather(
+                self._start_engines(), asyncio.to_thread(_application_parts, folder)
+            )
+        finally:
+            telling.cancel()
+        assert self._client is not None
+        assert self._client.info is not None
+        info = self._client.info
+        _say(
+            f"ready after {time.monotonic() - began:.1f} s: {info.format} on {info.device}, "
+            f"contexts of {info.max_context} tokens, {info.kv_tokens} tokens in the cache"
+        )
+        app: ASGIApp = create_app(settings, self._client, tokenizer, shadow=self._shadow)
+        return app
+
+    async def _start_engines(self) -> None:
+        """The reference goes first: its size is known, and the cache of the served model takes what is left."""
+        from quantkit.runtime.server.engine_client import EngineClient
+        from quantkit.runtime.server.shadow import ShadowWatch
+
+        settings = self._settings
+        self._client = EngineClient(settings.model, settings.engine_options)
+        if settings.shadow is not None:
+            self._reference = EngineClient(settings.shadow, settings.shadow_engine_options, guides=False)
+            self._shadow = ShadowWatch(self._client, self._reference, settings.shadow_rate)
+            await self._shadow.start()
+        await self._client.start()
+
+    async def _listen(self, app: ASGIApp) -> None:
+        from quantkit.runtime.server.drain import DrainGate
+
+        settings, gate = self._settings, DrainGate(app)
+        config = uvicorn.Config(
+            gate,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
+            ssl_certfile=settings.tls_certfile,
+            ssl_keyfile=settings.tls_keyfile,
+        )
+        server = _Server(config)
+        serving = asyncio.ensure_future(server.serve(sockets=[self._listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if server.started:
+            print(f"quantkit serves {settings.names[0]} at {self._url()}", flush=True)
+            watching = asyncio.ensure_future(self._watch_engine())
+            await self._until_stopped(asyncio.shield(serving))
+            await self._drain(gate)
+            watching.cancel()
+        server.should_exit = True
+        try:
+            await serving
+        except OSError as error:  # two servers that loaded at the same time; the port was free when this one began
+            raise InputError(f"cannot listen on {self._url()}: {error.strerror or error}") from error
+
+    async def _watch_engine(self) -> None:
+        """Tells the log when the engine process died, and when another one answers."""
+        assert self._client is not None
+        known = 0
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._client.restarts > known:
+                known = self._client.restarts
+                log_event("the engine process died; starting another one", level=logging.ERROR, restarts=known)
+                while not self._client.ready:
+                    await asyncio.sleep(WATCH_SECONDS)
+                log_event("the engine is ready again", pid=self._client.pid)
+
+    async def _drain(self, gate: DrainGate) -> None:
+        gate.draining = True
+        log_event("draining", open_requests=gate.inside, drain_seconds=self._settings.drain_seconds)
+        await _until_empty(gate, self._settings.drain_seconds)
+        if gate.inside and self._client is not None:
+            log_event("the time to drain is over", level=logging.WARNING, cut_requests=gate.inside)
+            await self._client.close()  # tells everybody who still waits
+            await _until_empty(gate, _LAST_WORDS_SECONDS)
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        scheme = "http" if self._settings.tls_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _until_empty(gate: DrainGate, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while gate.inside and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+
+
+def _import_engine_client() -> None:
+    """Takes seconds (torch), so a thread does it: signals and lines about the loading go on meanwhile."""
+    import quantkit.runtime.server.engine_client  # noqa: F401
+
+
+def _application_parts(folder: Path) -> tuple[Callable[..., ASGIApp], PreTrainedTokenizerBase | None]:
+    """What the application needs besides the engine, loaded while the engine process starts."""
+    from quantkit.runtime.server.app import create_app
+    from quantkit.runtime.startup import load_tokenizer
+
+    return create_app, load_tokenizer(folder)
+
+
+async def _tell_that_it_loads(model: str, began: float) -> None:
+    while True:
+        await asyncio.sleep(STILL_LOADING_SECONDS)
+        _say(f"still loading {model} ({time.monotonic() - began:.0f} s)")
+
+
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application, for a configuration that is only asked for its event loop."""
+
+
+def _say(message: str, *, warn: bool = False) -> None:
+    """A line for a person at a terminal; a line of the log where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"quantkit: {'warning: ' if warn else ''}{message}", file=sys.stderr, flush=True)
+    else:
+        log_event(message, level=logging.WARNING if warn else logging.INFO)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has the port but does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise InputError(f"host '{host}' is not known here: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        known = {errno.EADDRINUSE: "another process uses it; choose another --port", errno.EACCES: "not allowed"}
+        why = known.get(error.errno or 0, error.strerror)
+        raise InputError(f"cannot listen on {host} port {port}: {why}") from error
+    return listener
+
+
+def _check_tls(settings: ServerSettings) -> None:
+    """A wrong file is found before the model is loaded."""
+    if settings.tls_certfile is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.tls_certfile, settings.tls_keyfile, password=""
+        )
+    except (OSError, ssl.SSLError) as error:
+        files = f"{settings.tls_certfile} and {settings.tls_keyfile}"
+        raise InputError(f"cannot use the TLS files {files}: {error.strerror or error}") from error

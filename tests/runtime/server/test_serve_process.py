@@ -1,0 +1,223 @@
+"""`quantkit serve` as a process: it becomes ready, answers, and ends the way an operator expects."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("engine-process")
+CHAT = {"model": "small", "messages": [{"role": "user", "content": "What is a list?"}], "temperature": 0}
+LONG = CHAT | {"stream": True, "max_tokens": 250, "ignore_eos": True}
+KEY = "a-key-for-tests-0123"
+PATIENCE = 60.0  # seconds; a busy machine with two cores loads slowly
+
+
+@dataclass
+class Served:
+    """A server process and what it has printed."""
+
+    process: subprocess.Popen[str]
+    out: list[str] = field(default_factory=list)
+    err: list[str] = field(default_factory=list)
+    _readers: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for pipe, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err)):
+            assert pipe is not None
+            self._readers.append(threading.Thread(target=_gather, args=(pipe, lines), daemon=True))
+            self._readers[-1].start()
+
+    def wait_for(self, words: str, lines: list[str]) -> str:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            found = next((line for line in list(lines) if words in line), None)
+            if found is not None:
+                return found
+            assert self.process.poll() is None, "".join(self.err)
+            time.sleep(0.02)
+        raise AssertionError(f"no '{words}' within {PATIENCE} s; printed: {''.join(self.err)}")
+
+    @property
+    def port(self) -> int:
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.wait_for("serves", self.out))
+        assert found is not None
+        return int(found[1])
+
+    @property
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, key: str = KEY) -> tuple[int, Any, Any]:
+        """(status, headers, body as text)."""
+        with self.connection() as connection:
+            response = _send(connection, method, path, body, key)
+            return response.status, response.headers, response.read().decode()
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[HTTPConnection]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def end(self) -> int:
+        """Waits for the end, and for the last lines."""
+        code = self.process.wait(timeout=PATIENCE)
+        for reader in self._readers:
+            reader.join(timeout=5)
+        return code
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of the log; every line must be one."""
+        return [json.loads(line) for line in self.err]
+
+
+def _gather(pipe: IO[str], lines: list[str]) -> None:
+    with pipe:
+        lines.extend(iter(pipe.readline, ""))
+
+
+def _send(connection: HTTPConnection, method: str, path: str, body: dict[str, Any] | None, key: str) -> HTTPResponse:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    connection.request(method, path, None if body is None else json.dumps(body), headers)
+    return connection.getresponse()
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "quantkit", "serve", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "QUANTKIT_API_KEYS": f"tester: {KEY}"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    served = Served(process)
+    try:
+        yield served
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        served.end()
+
+
+def gone(pid: int) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_server_from_its_file_to_its_graceful_end(tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    config.write_text("model: demo\nserved_model_name: [small]\ndevice: cpu\nport: 0\nvllm_metric_names: true\n")
+    with serving("--config", str(config)) as served:
+        assert served.ask("GET", "/ready")[0] == 200
+        status, headers, text = served.ask("POST", "/v1/chat/completions", CHAT | {"max_tokens": 4})
+        assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 4)
+        assert served.ask("POST", "/v1/chat/completions", CHAT, key="not-a-known-key-at-all")[0] == 401
+        metrics = served.ask("GET", "/metrics")[2]
+        assert 'quantkit:request_success_total{finished_reason="length",model_name="small"} 1.0' in metrics
+        assert 'vllm:generation_tokens_total{model_name="small"} 4.0' in metrics
+        assert 'quantkit:request_refused_total{model_name="small",status="401"} 1.0' in metrics
+        (engine,) = served.children
+
+        with served.connection() as connection:
+            response = _send(connection, "POST", "/v1/chat/completions", LONG, KEY)
+            assert response.readline().startswith(b"data: ")
+            served.process.send_signal(signal.SIGTERM)
+            served.wait_for('"draining"', served.err)
+            _refuses_new_requests(served)
+            answer = response.read().decode()
+        assert '"finish_reason":"length"' in answer
+        assert answer.rstrip().endswith("data: [DONE]")
+        assert served.end() == 0
+        assert gone(engine)
+        _check_log(served, headers["x-request-id"])
+
+
+def _refuses_new_requests(served: Served) -> None:
+    status, headers, text = served.ask("POST", "/v1/chat/completions", CHAT)
+    assert (status, headers["Retry-After"]) == (503, "5")
+    assert json.loads(text)["error"]["code"] == "draining"
+    assert served.ask("GET", "/ready")[0] == 503
+    assert served.ask("GET", "/health")[0] == 200
+
+
+def _check_log(served: Served, request_id: str) -> None:
+    assert len(served.out) == 1, "one line on stdout: where it serves"
+    events = served.events()
+    requests = [event for event in events if event["message"] == "request"]
+    (first,) = [event for event in requests if event["request_id"] == request_id]
+    assert (first["status"], first["generated_tokens"], first["key_name"]) == (200, 4, "tester")
+    assert [event["open_requests"] for event in events if event["message"] == "draining"] == [1]
+    assert events[-1]["message"] == "stopped"
+    printed = "".join(served.err)
+    assert KEY not in printed
+    assert "What is a list" not in printed
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    """As Ctrl-C does it: the signal goes to all processes of the terminal. With a shadow there are three."""
+    flags = ("--served-model-name", "small", "--device", "cpu", "--port", "0", "--shadow", "demo-draft")
+    with serving("demo", *flags) as served:
+        assert 'quantkit:shadow{model_name="small",number="compared"} 0.0' in served.ask("GET", "/metrics")[2]
+        with served.connection() as connection:
+            response = _send(connection, "POST", "/v1/chat/completions", LONG | {"max_tokens": 1500}, KEY)
+            assert response.readline().startswith(b"data: ")
+            engines = served.children
+            assert len(engines) == 2
+            os.killpg(served.process.pid, signal.SIGINT)
+            served.wait_for('"draining"', served.err)
+            assert response.readline() == b"\n"
+            assert response.readline().startswith(b"data: "), "the engine works on"
+            os.killpg(served.process.pid, signal.SIGINT)
+            begin = time.monotonic()
+            assert served.end() == 1
+            assert time.monotonic() - begin < 3
+        assert all(gone(engine) for engine in engines)
+
+
+def test_a_signal_while_loading_ends_the_server() -> None:
+    with serving("demo", "--device", "cpu", "--port", "0") as served:
+        served.wait_for("loading demo", served.err)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == 0
+        assert served.out == []
+        assert all("Traceback" not in line for line in served.err), "".join(served.err)
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with serving("demo", "--device", "cpu", "--port", port) as served:
+            assert served.end() == 2
+            assert served.err == [
+                f"quantkit: cannot listen on 127.0.0.1 port {port}: another process uses it; choose another --port\n"
+            ]
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_reason() -> None:
+    with serving("demo", "--device", "cpu", "--port", "0", "--max-context", "1000000") as served:
+        assert served.end() in (1, 2)
+        assert served.err[-1].startswith("quantkit: ")
+        assert all("Traceback" not in line for line in served.err)
+        assert served.out == []
