@@ -80,7 +80,7 @@ class Worker:
         self._requests[wanted["id"]] = request
         self._names[request.id] = wanted["id"]
 
-    def _guides(self, spec: dict[str, str] | None, count: int) -> list[Any]:
+    def _guides(self, spec: dict[str, Any] | None, count: int) -> list[Any]:
         if spec is None:
             return []
         from quantkit.runtime.guides import GuideCompiler, GuideSpec  # a library that few requests need

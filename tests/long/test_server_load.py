@@ -7,13 +7,11 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,35 +27,6 @@ PROMPTS = [
 ]
 NEW_TOKENS = 12
 Texts = dict[str, tuple[str, str | None]]  # prompt -> answer and why it ended
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`quantkit serve demo` on a port of its own choice."""
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "serve",
-        "demo",
-        "--device",
-        "cpu",
-        "--port",
-        "0",
-        "--max-context",
-        "128",
-    ]
-    limits = ["--max-queue", "2000", "--max-sequences", "64", "--log-level", "error", "--drain-seconds", "120"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command + limits, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    match = re.search(r":(\d+)", line.rsplit("http", 1)[-1])
-    assert match, line
-    yield process, int(match[1])
-    process.kill()
-    process.wait()
-    process.stdout.close()
 
 
 async def ask(port: int, prompt: str, *, leave_after: int | None = None) -> tuple[str, str | None]:
@@ -147,8 +116,9 @@ async def drain(port: int, process: subprocess.Popen[str]) -> None:
     assert found == [expected[prompt] for prompt in PROMPTS * 3]
 
 
-def test_five_hundred_clients_and_a_clean_end(server: tuple[subprocess.Popen[str], int]) -> None:
-    process, port = server
+def test_five_hundred_clients_and_a_clean_end(start_server: Callable[..., tuple[subprocess.Popen[str], int]]) -> None:
+    limits = ("--max-queue", "2000", "--max-sequences", "64", "--max-context", "128")
+    process, port = start_server(*limits, "--log-level", "error", "--drain-seconds", "120")
     asyncio.run(load(port, process.pid))
     asyncio.run(drain(port, process))
     assert process.wait(timeout=60) == 0
