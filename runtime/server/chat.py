@@ -56,7 +56,5 @@ def _structure(service: Service, body: ChatRequest) -> tuple[GuideSpec | None, T
     if tools is None or tools.guide is None:
         return guide, tools
     if guide is not None:
-        raise ApiError(
-            400, "tool_choice asks for a call and another field for structure; give one", param="tool_choice"
-        )
+        raise ApiError(400, "tool_choice asks for a call, another field for structure; give one", param="tool_choice")
     return tools.guide, tools

@@ -102,6 +102,8 @@ class ToolStream:
         return self._read("", last=True)
 
     def _read(self, text: str, *, last: bool) -> ToolPiece:
+        if self._syntax is None:
+            return ToolPiece(text)
         self._text, self._index = self._text[self._index :] + text, 0
         while self._index < len(self._text):
             attempt = self._attempt or self._begun()
@@ -119,12 +121,13 @@ class ToolStream:
 
     def _begun(self) -> _Attempt | None:
         """Passes on text up to where a call may begin, and tries to read one there."""
-        start = self._syntax.start(self._text, self._index, self._position) if self._syntax else -1
+        assert self._syntax is not None
+        start = self._syntax.start(self._text, self._index, self._position)
         end = len(self._text) if start < 0 else start
         if end > self._index:
             self._add_content(self._text[self._index : end])
         self._index = end
-        if start >= 0 and self._syntax is not None:
+        if start >= 0:
             self._attempt = _Attempt(self._syntax, self._position)
         return self._attempt
 
@@ -198,6 +201,7 @@ class _Pieces:
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._spaces = ""
+        self._spaces_before_call: str | None = None  # of calls that no content has followed
         self._has_content = False
 
     def add_content(self, text: str, *, after_calls: bool) -> None:
@@ -207,13 +211,18 @@ class _Pieces:
         shown = text.rstrip(SPACES)
         self._content.append(shown)
         self._spaces = text[len(shown) :]
-        self._has_content = self._has_content or bool(shown)
+        if shown:
+            self._has_content = True
+            self._spaces_before_call = None
 
     def release_spaces(self) -> None:
         self._content.append(self._spaces)
         self._spaces = ""
 
     def begin_call(self, index: int, name: str) -> None:
+        if self._spaces_before_call is not None:
+            self._spaces = self._spaces_before_call  # those between two calls only set them apart
+        self._spaces_before_call = self._spaces
         self._deltas.append(ToolCallDelta(index, id=new_call_id(), name=name))
 
     def add_arguments(self, index: int, arguments: str) -> None:

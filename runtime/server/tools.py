@@ -58,7 +58,7 @@ def check_tools(tools: Any, tool_choice: Any = None) -> None:
     if tools is not None and not isinstance(tools, list):
         raise ToolsError("tools", f"is {_shown(tools)}, but must be a list")
     if len(tools or ()) > MOST_TOOLS:
-        raise ToolsError("tools", f"has {len(tools)} entries, but must not have more than {MOST_TOOLS}")
+        raise ToolsError("tools", f"has {len(tools or ())} entries, but must not have more than {MOST_TOOLS}")
     names: dict[str, int] = {}
     for index, tool in enumerate(tools or ()):
         name = _checked_name(tool, f"tools[{index}]")
@@ -189,7 +189,8 @@ def _argument_schema(function: Json, path: str) -> Json:
     schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
     if not _COMBINING & schema.keys():  # a model would invent arguments, which a function seldom takes
         schema.setdefault("additionalProperties", False)
-    schema["x-guidance"] = {**schema.get("x-guidance", {}), **JSON_STYLE}
+    own = schema.get("x-guidance")
+    schema["x-guidance"] = {**(own if isinstance(own, dict) else {}), **JSON_STYLE}
     try:
         check_guide(GuideSpec("json_schema", json.dumps(schema)))
     except InputError as error:

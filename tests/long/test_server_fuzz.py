@@ -38,9 +38,7 @@ def test_openapi_document(start_server: Callable[..., tuple[subprocess.Popen[str
         wrong = operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
         cases = right if not operation.body else st.one_of(right, wrong)
 
-        @settings(
-            max_examples=-(-CASES // len(operations)), deadline=None, database=None, suppress_health_check=HealthCheck
-        )
+        @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=HealthCheck)
         @given(case=cases)
         def send(case: schemathesis.Case) -> None:
             nonlocal seen

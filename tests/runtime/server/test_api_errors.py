@@ -139,10 +139,35 @@ def test_two_guides_are_one_too_many(live_server: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_guide_that_the_engine_refuses(live_server: Any, stream: bool) -> None:
-    reply = ask(live_server, CHAT, guided_regex="(", stream=stream)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_regex", "("),
+        ("guided_grammar", "start: nothing"),
+        ("guided_json", "{"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}),
+    ],
+)
+def test_guides_that_cannot_be(live_server: Any, field: str, value: Any, stream: bool) -> None:
+    reply = ask(live_server, CHAT, **{field: value}, stream=stream)
     assert reply.status == 400, reply.content
-    assert "regex" in reply.error["message"]
+    assert reply.error["param"] == field
+
+
+def test_wrong_tools(live_server: Any) -> None:
+    tool = {"type": "function", "function": {"name": "find"}}
+    for fields, param in (
+        ({"tools": [tool, tool]}, "tools[1].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [tool], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ):
+        reply = ask(live_server, CHAT, **fields)
+        assert reply.status == 400
+        assert reply.error["param"] == param
 
 
 def test_unknown_model(live_server: Any) -> None:

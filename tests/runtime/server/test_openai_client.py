@@ -1,6 +1,8 @@
 """The official client against a real server: what OpenAI promises, with a real model behind it."""
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,6 +222,49 @@ def _vocabulary(client: openai.OpenAI) -> list[str]:
     tokenizer = load_tokenizer(model_folder("demo"))
     assert tokenizer is not None
     return [tokenizer.decode([token_id]) for token_id in range(len(tokenizer))]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer", "maximum": 99}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": SCHEMA}}]
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    for options in ({"response_format": wanted}, {"extra_body": {"structured_outputs": {"json": SCHEMA}}}):
+        found = json.loads(chat(client, max_tokens=200, temperature=1.0, seed=1, **options).choices[0].message.content)
+        assert set(found) == {"name", "size"}
+    found = chat(client, max_tokens=20, extra_body={"guided_regex": "[ab]{3}-[0-9]{2}"}).choices[0].message.content
+    assert re.fullmatch("[ab]{3}-[0-9]{2}", found)
+    for options in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
+        assert complete(client, n=2, extra_body=options).choices[1].text in ("yes", "no")
+    assert complete(client, extra_body={"guided_grammar": 'start: "x" "y"'}).choices[0].text == "xy"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
+def test_tool_calls(client: openai.OpenAI, choice: Any) -> None:
+    options = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 200, "parallel_tool_calls": False}
+    answer = chat(client, **options)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "find"
+    assert set(json.loads(call.function.arguments)) == {"name", "size"}
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.choices[0].message.content is None
+    deltas = [chunk.choices[0] for chunk in chat(client, stream=True, **options)]
+    streamed = [piece for choice in deltas for piece in choice.delta.tool_calls or []]
+    assert streamed[0].function.name == "find"
+    assert "".join(piece.function.arguments for piece in streamed) == call.function.arguments
+    assert deltas[-1].finish_reason == "tool_calls"
+    results = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "42"},
+    ]
+    assert chat(client, messages=results, tools=TOOLS).choices[0].finish_reason
 
 
 def test_models(client: openai.OpenAI) -> None:
