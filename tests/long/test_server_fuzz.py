@@ -32,7 +32,7 @@ def test_openapi_document(start_server: Callable[..., tuple[subprocess.Popen[str
     operations = [found.ok() for found in schema.get_all_operations()]
     assert {operation.path for operation in operations} >= {"/v1/chat/completions", "/v1/completions", "/tokenize"}
     seen = 0
-    examples = -(-CASES // len(operations))
+    examples = -(-CASES // sum(bool(operation.body) for operation in operations))  # the others have few cases
     for operation in operations:
         right = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
         wrong = operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
@@ -47,7 +47,7 @@ def test_openapi_document(start_server: Callable[..., tuple[subprocess.Popen[str
             assert answer.status_code < 500, f"{case.as_curl_command()}: {answer.status_code} {answer.text[:500]}"
 
         send()
-    assert seen > CASES / 2
+    assert seen >= CASES
     assert process.poll() is None
     body = json.dumps({"model": "demo", "prompt": "A list", "max_tokens": 3}).encode()
     request = urllib.request.Request(
