@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from quantkit.errors import InputError
 from quantkit.runtime.server import chat, completions, other_routes
 from quantkit.runtime.server.access import GUARDED, AccessMiddleware, Queue
-from quantkit.runtime.server.calls import Service, package_version, served_names
+from quantkit.runtime.server.calls import Service, package_version
 from quantkit.runtime.server.engine_client import EngineClient
 from quantkit.runtime.server.errors import install_error_handlers
 from quantkit.runtime.server.logprobs import TokenTexts
@@ -47,7 +47,7 @@ def create_app(
     if tokenizer is None:
         raise InputError(f"'{settings.model}' has no tokenizer, which a server needs; copy tokenizer.json there")
     assert client.info is not None, "the engine must be ready"
-    names = served_names(settings)
+    names = tuple(settings.names)
     metrics = ServerMetrics(
         lambda: client.stats,
         client.info,

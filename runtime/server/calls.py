@@ -15,7 +15,6 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -219,14 +218,6 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def served_names(settings: ServerSettings) -> tuple[str, ...]:
-    """Those that were given; otherwise the hub name, or the name of the folder: never a path of the server."""
-    if settings.served_model_name:
-        return tuple(settings.served_model_name)
-    folder = Path(settings.model)
-    return (folder.resolve().name if folder.is_dir() else settings.model,)
 
 
 def package_version() -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, HTTPException
 from fastapi.responses import JSONResponse, Response
 
-from quantkit.runtime.server.calls import package_version, served_names
+from quantkit.runtime.server.calls import package_version
 
 if TYPE_CHECKING:
     from quantkit.runtime.server.engine_client import EngineClient
@@ -68,7 +68,7 @@ def _file(name: str, content: bytes) -> Response:
 def _status(settings: ServerSettings, client: EngineClient, metrics: ServerMetrics) -> dict[str, Any]:
     """What is served (null until that is known), and the newest numbers. No paths: whoever opens the page reads it."""
     live = dict(metrics.snapshot())
-    name = served_names(settings)[0]
+    name = settings.names[0]
     return {
         "info": None if client.info is None else asdict(client.info) | {"model": name},
         "live": live,
