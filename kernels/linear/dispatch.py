@@ -55,7 +55,7 @@ _EIGHT_BIT = {
 
 
 _MANY_TOKENS = 4096  # H200, Llama-3.1-8B in W4: an engine's step of 8,192 tokens takes 203 ms so, 227 with `hopper`
-_SLOW_TO_DECODE = ("int2", "int3")  # `hopper` takes 1.3 to 1.5 of bf16's time with them at 1,024 tokens
+_SLOW_TO_DECODE = ("int2", "int3")  # `hopper` takes 1.2 to 1.5 of bf16's time with them at 1,024 tokens
 _FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
 
 

@@ -193,10 +193,11 @@ def engine(
 
     All requests arrive at once, greedy, the end token ignored. docs/bench.md has the protocol.
     """
-    from quantkit.cli.bench_engine import measure_engines, print_rows, where_rows_go
+    from quantkit.cli.bench_engine import check_shape_name, measure_engines, print_rows, where_rows_go
 
     if model is not None and shape is not None:
         raise InputError("give a MODEL or a --shape, not both")
+    check_shape_name(shape)
     path = where_rows_go(output, not no_save)
     rows = measure_engines(
         model or shape or DEFAULT_SHAPE, _split(*formats), _numbers(batch), prompt_len, new_tokens, options, path

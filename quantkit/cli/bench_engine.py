@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.common import print_table, progress_bar
-from quantkit.errors import InputError
+from quantkit.errors import InputError, did_you_mean
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
@@ -72,6 +72,13 @@ def _rows(model: str, formats: list[str], loads: list[Any], options: Any, path: 
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+
+def check_shape_name(shape: str | None) -> None:
+    from quantkit.eval.engine.shapes import SHAPES
+
+    if shape is not None and shape not in SHAPES:
+        raise InputError(f"unknown shape '{shape}'; {did_you_mean(shape, SHAPES)}")
 
 
 def where_rows_go(output: Path | None, save: bool) -> Path | None:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import yaml
 
 from quantkit.errors import InputError
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, made strict: by itself it silently takes the last of two equal keys."""
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' is given twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return node
-
-
-# PyYAML speaks YAML 1.1, where 1e-3 is text and only 1.0e-3 a number.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+from quantkit.strict_yaml import StrictLoader
 
 
 def parse(text: str, where: str) -> Any:
     """YAML as plain values. Beside its own errors, PyYAML lets those of numbers and dates through."""
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, StrictLoader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise InputError(f"{where}: {line}not valid YAML: {error.problem or error.context}") from error

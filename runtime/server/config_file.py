@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from quantkit.errors import InputError, StorageError
+from quantkit.strict_yaml import StrictLoader
 
 KEYS_VARIABLE = "QUANTKIT_API_KEYS"  # keys from the environment, separated by commas or new lines
 SHORTEST_KEY = 16
@@ -46,23 +47,10 @@ def matching_key(given: str, known: Iterable[ApiKey]) -> str | None:
     return found
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's safe subset; two equal keys are an error rather than the last one taken."""
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' is given twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return node
-
-
 def read_config(path: str | Path) -> dict[str, Any]:
     """The keys and values of a configuration file. Keys may be written as their flags, `max-queue` for `max_queue`."""
     try:
-        found = yaml.load(_read(Path(path)), _Loader)
+        found = yaml.load(_read(Path(path)), StrictLoader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise InputError(f"{path}: {line}not valid YAML: {error.problem or error.context}") from error

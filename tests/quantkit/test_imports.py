@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "wording": set(),
     "host_memory": set(),
+    "strict_yaml": set(),
     "formats": {"errors"},
     "arch": {"errors"},
     "sources": {"errors"},
@@ -26,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"errors", "formats"},
     "storage": {"errors"},
     "checkpoint_writer": {"errors", "formats", "checkpoint", "storage"},
-    "recipe": {"errors", "formats", "arch", "methods"},
+    "recipe": {"errors", "formats", "arch", "methods", "strict_yaml"},
     "engines": {"errors", "formats"},
     "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer"},
     "kernels": {"errors", "formats"},
@@ -44,7 +45,17 @@ ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
 ALLOWED["planning"] |= {"blocks", "passes", "recipe", "reference", "wording"}
-ALLOWED["runtime"] = {"errors", "formats", "arch", "checkpoint", "inspection", "kernels", "sources", "wording"}
+ALLOWED["runtime"] = {
+    "errors",
+    "formats",
+    "arch",
+    "checkpoint",
+    "inspection",
+    "kernels",
+    "sources",
+    "strict_yaml",
+    "wording",
+}
 ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()

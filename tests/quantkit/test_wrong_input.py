@@ -180,6 +180,7 @@ def test_bench_engine_limits(assert_refused: Refused, tmp_path: Path) -> None:
     assert_refused(tmp_path, *bench, "demo", "--shape", "tiny", words=("not both",))
     assert_refused(tmp_path, *bench, "--shape", "tiny", "--format", "w5", words=("unknown format 'w5'", "did you mean"))
     assert_refused(tmp_path, *bench, "demo", "--format", "w4", words=("has its format",))
+    assert_refused(tmp_path, *bench, "--shape", "tinny", words=("unknown shape 'tinny'", "did you mean 'tiny'"))
     assert_refused(tmp_path, *bench, "--shape", "tiny", "--batch", "0", words=("1 or more",))
     assert_refused(tmp_path, *bench, "nowhere", words=("no model at 'nowhere'",))
 
