@@ -26,12 +26,15 @@ class Load:
     rate: float | None = None  # requests per second
     requests: int | None = None
     seconds: float | None = None
+    ramp_up: float = 0.0  # seconds over which the streams begin, one by one; answers that begin meanwhile do not count
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
             raise InputError("give --concurrency or --rate, not both")
         if self.requests is not None and self.seconds is not None:
             raise InputError("give --requests or --seconds, not both")
+        if self.ramp_up and self.rate is not None:
+            raise InputError("--ramp-up is for --concurrency; requests of a --rate come one by one anyway")
         if self.requests is None and self.seconds is None:
             object.__setattr__(self, "requests", self._usual_requests())
 
@@ -102,7 +105,11 @@ class Limits:
 
 
 def make_loads(
-    concurrency: Sequence[int], rates: Sequence[float], requests: int | None, seconds: float | None
+    concurrency: Sequence[int],
+    rates: Sequence[float],
+    requests: int | None,
+    seconds: float | None,
+    ramp_up: float = 0.0,
 ) -> list[Load]:
     """One load for each number of streams or rate."""
     if concurrency and rates:
@@ -111,6 +118,6 @@ def make_loads(
         if any(not 0 < number < float("inf") for number in numbers):
             raise InputError(f"{name} has a number that is not above 0")
     return [
-        *(Load(concurrency=number, requests=requests, seconds=seconds) for number in concurrency),
-        *(Load(rate=rate, requests=requests, seconds=seconds) for rate in rates),
+        *(Load(concurrency=number, requests=requests, seconds=seconds, ramp_up=ramp_up) for number in concurrency),
+        *(Load(rate=rate, requests=requests, seconds=seconds, ramp_up=ramp_up) for rate in rates),
     ]

@@ -21,7 +21,7 @@ FILE = Path("eval") / "results" / "serve.csv"
 TIMES = ("ttft", "tpot", "itl", "e2e")
 MARKS = tuple(field.name for field in fields(Spread))
 COLUMNS = (
-    *("date", "quantkit", "server", "device", "model", "format", "endpoint", "concurrency", "rate"),
+    *("date", "quantkit", "server", "device", "model", "format", "endpoint", "concurrency", "rate", "ramp_up_s"),
     *("requests", "whole", "errors", "prompt_tokens", "output_tokens", "seconds"),
     *("output_tokens_per_second", "total_tokens_per_second", "requests_per_second"),
     *(f"{time}_ms_{mark}" for time in TIMES for mark in MARKS),
@@ -88,6 +88,7 @@ class ServeRow:
             "endpoint": self.endpoint,
             "concurrency": load.concurrency,
             "rate": load.rate,
+            "ramp_up_s": load.ramp_up,
             "requests": asked,
             "whole": len(whole),
             "errors": self.errors,

@@ -53,7 +53,9 @@ async def measure(client: Client, path: str, make_body: MakeBody, load: Load, se
         else:
             answers = await _arrivals(ask, load, begin, seed)
         took, busy = time.perf_counter() - begin, time.thread_time() - busy
-    return Measured(load, tuple(answers), begin, busy / took if took else 0.0)
+    full = begin + load.ramp_up  # from here on all streams are busy
+    counted = tuple(answer for answer in answers if answer.sent >= full)
+    return Measured(load, counted, full, busy / took if took else 0.0)
 
 
 async def _streams(ask: Callable[[int], asyncio.Task[Answer]], load: Load, begin: float) -> list[Answer]:
@@ -62,13 +64,15 @@ async def _streams(ask: Callable[[int], asyncio.Task[Answer]], load: Load, begin
     numbers = iter(range(load.requests)) if load.requests is not None else _until(begin + (load.seconds or 0))
     answers: list[Answer] = []
 
-    async def stream() -> None:
+    async def stream(place: int, streams: int) -> None:
+        await asyncio.sleep(load.ramp_up * place / streams)
         for number in numbers:
             answers.append(await ask(number))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(load.concurrency, load.requests or load.concurrency)):
-            group.create_task(stream())
+        streams = min(load.concurrency, load.requests or load.concurrency)
+        for place in range(streams):
+            group.create_task(stream(place, streams))
     return answers
 
 

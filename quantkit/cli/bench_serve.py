@@ -34,6 +34,7 @@ _GOODPUT = "Limits of a good answer: ttft, tpot, itl, e2e."
 @click.option("--rate", metavar="R", help="Instead: requests per second, at random times (Poisson).")
 @click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Of each load; default: 4 for each stream.")
 @click.option("--seconds", type=float, metavar="S", help="Instead: begin no request after so long.")
+@click.option("--ramp-up", default=0.0, metavar="S", help="Begin the streams one by one over S seconds, then count.")
 @click.option("--prompt-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Of every answer.")
 @click.option("--prompts", type=Path, metavar="FILE", help=_PROMPTS)
@@ -95,6 +96,9 @@ def _plan(options: dict[str, Any]) -> Plan:
     if concurrency is None and rate is None:
         concurrency = _DEFAULT_CONCURRENCY
     requests, seconds = options.pop("requests"), options.pop("seconds")
+    ramp_up = options.pop("ramp_up")
+    if not 0 <= ramp_up < math.inf:
+        raise InputError(f"--ramp-up is {ramp_up:g}, but must be 0 or more seconds")
     for name, value in (("--seconds", seconds), ("--timeout", options["timeout"])):
         if value is not None and not (0 < value < math.inf):
             raise InputError(f"{name} is {value:g}, but must be above 0")
@@ -103,6 +107,7 @@ def _plan(options: dict[str, Any]) -> Plan:
         [_number(part) for part in _parts("--rate", rate)],
         requests,
         seconds,
+        ramp_up,
     )
     goodput = options.pop("goodput")
     return Plan(loads=tuple(loads), limits=Limits.parse(goodput) if goodput is not None else None, **options)

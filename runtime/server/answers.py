@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantkit.runtime.engine import Delta
@@ -97,8 +97,8 @@ class Answers:
         """Until every answer has ended. Leaving early ends the engine's request."""
         try:
             async for delta in self.answering:
-                piece = self._take(delta)
-                if piece is not None:
+                pieces = [self._take(one) for one in (delta, *self.answering.ready())]
+                for piece in _joined([piece for piece in pieces if piece is not None]):
                     yield piece
                 if all(answer.finished for answer in self._each):
                     return
@@ -145,6 +145,19 @@ class Answers:
         else:
             self.metrics.token_gap(now - answer.newest)
         answer.newest = now
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """One piece for each answer, from pieces of one prompt."""
+    if len(pieces) < 2:
+        return pieces
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        before = found.get(piece.index)
+        if before is not None:
+            piece = replace(piece, text=before.text + piece.text, tokens=before.tokens + piece.tokens)
+        found[piece.index] = piece
+    return list(found.values())
 
 
 async def merged(sources: Sequence[Answers]) -> AsyncGenerator[Piece, None]:

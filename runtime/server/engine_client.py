@@ -11,7 +11,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,7 @@ class Answering:
         self.unanswered = answers  # that the engine still owes
         self._open = answers  # that the reader still waits for
         self._queue: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
+        self._failure: QuantkitError | None = None
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -87,13 +88,25 @@ class Answering:
     async def __anext__(self) -> Delta:
         if self._open == 0:
             raise StopAsyncIteration
-        found = await self._queue.get()
+        found = self._failure or await self._queue.get()
         if isinstance(found, QuantkitError):
             self._open = 0
             raise found
-        if found.finished is not None:
+        return self._seen(found)
+
+    def ready(self) -> Iterator[Delta]:
+        """The deltas that are there already: a server that falls behind then catches up with one event for several."""
+        while self._open and not self._queue.empty():
+            found = self._queue.get_nowait()
+            if isinstance(found, QuantkitError):  # raised when the next one is asked for
+                self._failure = found
+                return
+            yield self._seen(found)
+
+    def _seen(self, delta: Delta) -> Delta:
+        if delta.finished is not None:
             self._open -= 1
-        return found
+        return delta
 
     def abort(self) -> None:
         """Ends the request; its pages are free within a step."""

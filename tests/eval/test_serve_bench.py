@@ -130,6 +130,8 @@ def test_a_server_that_is_not_there(run_cli: Cli) -> None:
         (("--rate", "fast"), "numbers"),
         (("--rate", "-1"), "above 0"),
         (("--seconds", "0"), "above 0"),
+        (("--ramp-up", "-1"), "0 or more"),
+        (("--ramp-up", "1", "--rate", "2"), "--concurrency"),
         (("--timeout", "nan"), "above 0"),
         (("--goodput", "tftt=3"), "did you mean 'ttft'"),
         (("--url", "127.0.0.1:8000"), "--url"),

@@ -124,6 +124,22 @@ def test_arrivals_do_not_wait_for_answers(server: ScriptedServer) -> None:
     assert [answer.sent for answer in found.answers] == sorted(answer.sent for answer in found.answers)
 
 
+def test_streams_of_a_ramp_begin_one_by_one_and_count_when_all_are_there(server: ScriptedServer) -> None:
+    begun: list[float] = []
+
+    def script(request: Any) -> list[Any]:
+        begun.append(time.perf_counter())
+        return [0.1, *server.full_answer(request)]
+
+    server.script = script
+    found = send(server, Load(concurrency=4, requests=24, ramp_up=0.8))
+    assert len(begun) == 24
+    assert begun[4] - begun[0] < 0.8  # the first stream asked again before the last one began
+    late = [at for at in begun if at - begun[0] >= 0.8]
+    assert 4 <= len(found.answers) <= len(late) + 1 < 24
+    assert min(answer.sent for answer in found.answers) >= found.begin
+
+
 def test_seconds_end_a_load(server: ScriptedServer) -> None:
     found = send(server, Load(concurrency=2, seconds=0.3))
     assert len(found.answers) > 2

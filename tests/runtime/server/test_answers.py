@@ -1,0 +1,122 @@
+"""Deltas become pieces of text: one event for all that came meanwhile, in order, and errors after what was said."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.runtime.engine import Delta
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.server.answers import Answers, Piece
+from quantkit.runtime.server.engine_client import Answering, EngineDied
+from quantkit.runtime.startup import load_tokenizer
+from quantkit.sources import model_folder
+
+TEXT = "The function returns a list of words, and größer ones too."
+
+
+class Recorder:
+    """Stands for the engine's client and the metrics: both are only told things here."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+        self.gaps = 0
+
+    def forget(self, request: int) -> None:
+        self.forgotten.append(request)
+
+    def request_queued(self, seconds: float) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def token_gap(self, seconds: float) -> None:
+        self.gaps += 1
+
+
+def answers(n: int = 1, **params: Any) -> tuple[Answers, Recorder, list[int]]:
+    tokenizer = load_tokenizer(model_folder("demo"))
+    assert tokenizer is not None
+    recorder = Recorder()
+    answering = Answering(recorder, 7, n)  # type: ignore[arg-type]
+    wanted = SamplingParams(n=n, **params)
+    made = Answers(answering, [1, 2], wanted, tokenizer, frozenset(), recorder, 0.0)  # type: ignore[arg-type]
+    return made, recorder, tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+
+
+def delta(token: int, index: int = 0, finished: Any = None) -> Delta:
+    return Delta(7, index, token, "", -0.5, [], finished, None)
+
+
+async def gathered(source: Answers) -> list[Piece]:
+    return [piece async for piece in source.pieces()]
+
+
+def test_what_came_meanwhile_is_one_piece() -> None:
+    source, recorder, ids = answers()
+    for place, token in enumerate(ids):
+        source.answering.put(delta(token, finished="length" if place == len(ids) - 1 else None))
+    (piece,) = asyncio.run(gathered(source))
+    assert (piece.text, piece.finished) == (TEXT, "length")
+    assert [scored.id for scored in piece.tokens] == ids
+    assert source.generated == len(ids)
+    assert recorder.gaps == len(ids) - 1
+
+
+def test_a_reader_that_keeps_up_gets_every_token() -> None:
+    async def run() -> list[Piece]:
+        source, _, ids = answers()
+
+        async def feed() -> None:
+            for place, token in enumerate(ids):
+                source.answering.put(delta(token, finished="length" if place == len(ids) - 1 else None))
+                for _ in range(3):
+                    await asyncio.sleep(0)
+
+        feeding = asyncio.create_task(feed())
+        found = await gathered(source)
+        await feeding
+        assert len(found) == len(ids)
+        return found
+
+    assert "".join(piece.text for piece in asyncio.run(run())) == TEXT
+
+
+def test_answers_to_one_prompt_stay_apart() -> None:
+    source, _, ids = answers(n=2)
+    for place, token in enumerate(ids):
+        source.answering.put(delta(token, 0, "length" if place == len(ids) - 1 else None))
+        if place < 3:
+            source.answering.put(delta(token, 1, "stop" if place == 2 else None))
+    first, second = sorted(asyncio.run(gathered(source)), key=lambda piece: piece.index)
+    assert (first.text, first.finished) == (TEXT, "length")
+    assert TEXT.startswith(second.text)
+    assert (len(second.tokens), second.finished) == (3, "stop")
+
+
+def test_tokens_behind_a_stop_string_are_dropped() -> None:
+    source, recorder, ids = answers(stop=["list"])
+    for token in ids:
+        source.answering.put(delta(token))
+    (piece,) = asyncio.run(gathered(source))
+    assert (piece.text, piece.finished) == ("The function returns a ", "stop")
+    assert source.generated < len(ids)
+    assert recorder.forgotten == [7]
+
+
+@pytest.mark.parametrize("error", [EngineDied("gone"), QuantkitError("other")])
+def test_an_error_comes_after_what_was_said(error: QuantkitError) -> None:
+    source, _, ids = answers()
+    for found in (delta(ids[0]), delta(ids[1]), error):
+        source.answering.put(found)
+
+    async def run() -> Piece:
+        pieces = source.pieces()
+        said = await anext(pieces)
+        with pytest.raises(type(error), match=str(error)):
+            await anext(pieces)
+        return said
+
+    piece = asyncio.run(run())
+    assert TEXT.startswith(piece.text)
+    assert len(piece.tokens) == 2
