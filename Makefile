@@ -25,8 +25,9 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 
 # On a machine with a CUDA device and its own torch: no virtual environment is made.
+# Tests of the server and the long ones need packages that such a machine may lack, and no GPU.
 test-gpu:
-	$(PYTHON) -m pytest -m "gpu or kernel"
+	$(PYTHON) -m pytest -m "gpu or kernel" --ignore=tests/runtime/server --ignore=tests/long --ignore=tests/interop
 
 test-interop: .venv-interop/ready
 	.venv-interop/bin/python -m pytest -m interop tests/interop

@@ -176,6 +176,13 @@ class Engine:
         while self._in_flight is not None:
             self.step()
 
+    def forget(self) -> None:
+        """Empties the prefix cache and sets the counters back, as if nothing had run."""
+        assert not self.busy, "somebody is being answered"
+        self.scheduler.pool.reset_contents()
+        self.scheduler.prompt_tokens = self.scheduler.reused_tokens = self.scheduler.preemptions = 0
+        self.steps = self.generated = 0
+
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
         assert self.scheduler.unfinished == len(self._owners)

@@ -60,7 +60,7 @@ class DecodeGraphs:
         larger = min((known for known in self._graphs if known > size), default=None)
         if larger is not None and self._asked[size] <= _ASKED_OFTEN:
             return larger
-        self._capture(size)
+        self.capture(size)
         return size
 
     def run(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +79,10 @@ class DecodeGraphs:
     def _columns(self, size: int) -> tuple[Tensor, ...]:
         return self._numbers[: _NUMBERS * size].chunk(_NUMBERS)
 
-    def _capture(self, size: int) -> None:
+    def capture(self, size: int) -> None:
+        """Makes the graph of a size, unless it is there."""
+        if size in self._graphs:
+            return
         padding = torch.tensor(_PADDING, device=self._places.device).repeat_interleave(size)
         self._numbers[: _NUMBERS * size].copy_(padding)
         self._step(size)  # compiles kernels and sets libraries up, which a capture must not

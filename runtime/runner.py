@@ -60,7 +60,7 @@ class Runner:
         """Captures graphs before the first request asks for them."""
         if self._graphs is not None:
             for size in sizes:
-                self._graphs.prepare(size)
+                self._graphs.capture(size)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:

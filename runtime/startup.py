@@ -101,7 +101,13 @@ def build_engine(
         runner = _make_runner(decoder, cache, ops, plan, options)
     with stages.stage("graphs"):
         runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-    return Engine(config, runner, plan, options, tokenizer)
+    engine = Engine(config, runner, plan, options, tokenizer)
+    if options.warm_up and device.type == "cuda":
+        from quantkit.runtime.warm_up import warm_up
+
+        with stages.stage("warm-up"):
+            warm_up(engine)
+    return engine
 
 
 def _make_runner(decoder: Decoder, cache: KvCache, ops: Ops, plan: MemoryPlan, options: EngineOptions) -> Runner:

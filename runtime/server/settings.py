@@ -36,6 +36,7 @@ ENGINE_OPTIONS = (
     "memory_share",
     "swap_gib",
     "share_prefixes",
+    "warm_up",
 )
 _ORIGIN = re.compile(r"https?://[^/\s]+|\*")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -108,6 +109,9 @@ class ServerSettings(BaseModel):
     memory_share: float = Field(0.9, ge=0.05, le=0.98, description="Of the GPU's memory that may be used.")
     swap_gib: float = Field(0.0, ge=0, lt=1e6, description="Host memory for requests that must give way; 0: none.")
     share_prefixes: bool = Field(True, description="Requests with the same beginning share its cache pages.")
+    warm_up: bool = Field(
+        True, description="Compile kernels and capture graphs for every load before the first request."
+    )
     api_keys: tuple[ApiKey, ...] = Field((), repr=False, exclude=True, description="Read from file or environment.")
 
     @field_validator("device")
@@ -153,7 +157,7 @@ class ServerSettings(BaseModel):
     @property
     def shadow_engine_options(self) -> dict[str, Any]:
         """The reference answers one prompt at a time, so its cache holds one context."""
-        return self.engine_options | {"max_sequences": 1, "kv_tokens": None, "swap_gib": 0.0}
+        return self.engine_options | {"max_sequences": 1, "kv_tokens": None, "swap_gib": 0.0, "warm_up": False}
 
     def key_name(self, given: str) -> str | None:
         """The name of the API key that was given; None for an unknown one."""

@@ -213,7 +213,8 @@ def test_the_engine_takes_every_engine_option() -> None:
     assert options.kv_tokens == 512
     defaults = EngineOptions()
     for name in ENGINE_OPTIONS:
-        assert ServerSettings.model_fields[name].default == getattr(defaults, name)
+        if name != "warm_up":  # a server has time before its first request
+            assert ServerSettings.model_fields[name].default == getattr(defaults, name)
     for dtype in DTYPES:
         assert load({"dtype": dtype}).dtype == dtype
     for kv_dtype in KV_DTYPES:

@@ -1,0 +1,73 @@
+"""What the first requests would wait for, done before they come: kernels compiled or loaded, graphs captured.
+
+A kernel that no step has used yet takes milliseconds to load, and a second to compile where it is new on this machine;
+in the middle of service everybody would wait for it. Linear layers have a kernel for each range of token counts, so
+prompts of every range run once, with every kind of sampling; then graphs are captured. On a CPU nothing is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from quantkit.kernels.linear.dispatch import BUCKETS
+from quantkit.progress import Progress, silent
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.graphs import graph_sizes
+from quantkit.runtime.params import SamplingParams
+
+_EVERY_SIZE_UP_TO = 64  # sequences; larger graphs are captured at every fourth size, and serve those between
+_KINDS = (
+    SamplingParams(max_tokens=2, ignore_eos=True),
+    SamplingParams(max_tokens=2, ignore_eos=True, temperature=1.0, seed=0),
+    SamplingParams(
+        max_tokens=2, ignore_eos=True, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, logprobs=1, seed=0,
+        repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1,
+    ),
+)  # fmt: skip
+
+
+def warm_up(engine: Engine, on_part: Progress = silent) -> None:
+    """Leaves the engine as it was: nothing cached, nothing counted."""
+    random, counts, sizes = Random(0), list(token_counts(engine)), sizes_to_capture(engine.options.sequences)
+    total = len(counts) + len(_KINDS) + len(sizes)
+    for count in counts:
+        _run(engine, random, _lengths(count, engine), _KINDS[0])
+        on_part(f"{count} tokens", total)
+    for number, params in enumerate(_KINDS):
+        _run(engine, random, [1, 1], params)
+        on_part(f"sampling {number + 1}", total)
+    for size in reversed(sizes):  # the largest first: its memory serves all
+        engine.runner.warm_up((size,))
+        on_part(f"{size} sequences", total)
+    engine.forget()
+
+
+def token_counts(engine: Engine) -> Iterator[int]:
+    """One step in each range of the kernels' table, as far as steps and the cache go."""
+    most = min(engine.options.budget, engine.memory.kv_tokens // 2)
+    counts = {*BUCKETS, 4 * BUCKETS[-1], most}
+    yield from sorted(count for count in counts if count <= most)
+
+
+def sizes_to_capture(sequences: int) -> list[int]:
+    sizes = graph_sizes(sequences)
+    small, large = [[size for size in sizes if (size <= _EVERY_SIZE_UP_TO) == wanted] for wanted in (True, False)]
+    return sorted({*small, *large[3::4], sizes[-1]})
+
+
+def _lengths(tokens: int, engine: Engine) -> list[int]:
+    """Prompts that together have so many tokens, the first of them a single one: both kinds of attention run."""
+    longest = engine.memory.max_context - 2
+    lengths = [1]
+    while (left := tokens - sum(lengths)) > 0 and len(lengths) < engine.options.sequences:
+        lengths.append(min(left, longest))
+    return lengths
+
+
+def _run(engine: Engine, random: Random, lengths: list[int], params: SamplingParams) -> None:
+    for length in lengths:
+        engine.add([random.randrange(engine.config.vocab) for _ in range(length)], params)
+    while engine.unfinished:
+        engine.step()
+    engine.drain()
