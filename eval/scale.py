@@ -22,33 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.calibration import Calibration
+from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.pipeline import quantize
 from quantkit.sources import model_folder
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    },
-    "qwen2.5-1.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    },
-}
 SHARD_TENSORS = 32
 
 
@@ -56,7 +33,7 @@ def make_model(shape: str, folder: Path, *, blocks: int | None = None, device: s
     """A checkpoint of random weights in bfloat16, sharded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = SHAPES[shape] | {"dtype": "bfloat16"}
+    settings = PLAIN_SHAPES[shape] | {"dtype": "bfloat16"}
     if blocks is not None:
         settings["num_hidden_layers"] = blocks
     config = AutoConfig.for_model(**settings)
@@ -103,7 +80,7 @@ def measure(model: Path, recipe: str, output: Path, *, device: str, samples: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=PLAIN_SHAPES)
     parser.add_argument("recipe")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=128)

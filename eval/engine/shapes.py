@@ -1,14 +1,13 @@
-"""Models by the shape alone: sizes as published, weights at random."""
+"""Weights at random for a model of a known shape (`eval/shapes.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.eval.kernels.cases import FORMATS, UNQUANTIZED
+from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.formats import Format
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.joining import join
@@ -16,66 +15,7 @@ from quantkit.kernels.linear.op import LinearWeight, prepare
 from quantkit.runtime.layers import Block, Linear, Weights
 from quantkit.runtime.model_config import ModelConfig
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": _LLAMA3_ROPE,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0},
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
-    "tiny": {  # for machines without a GPU
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}
+SHAPES = PLAIN_SHAPES
 # Activations of a random MLP have no few outlier columns, as trained ones have: with weights twice as large, thousands
 # of tokens would put a value of 6 into every column, and LLM.int8 would compute everything in 16 bit.
 _SPREAD = 0.01
@@ -84,13 +24,13 @@ _SPREAD = 0.01
 class RandomWeights:
     """Weights of a shape in a format, made on the device."""
 
-    def __init__(self, config: ModelConfig, format_name: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, fmt: Format | None, dtype: torch.dtype, device: torch.device) -> None:
+        """Every linear in one format; None: as it is."""
         self._config = config
+        self._format = fmt
         self._dtype = dtype
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
-        named = str(dtype)[6:]
-        self._format: Format | None = None if format_name == UNQUANTIZED else FORMATS[format_name](named)
 
     def nbytes(self) -> int:
         """What they will take: as stored, which is what kernels read too."""

@@ -12,7 +12,20 @@ import click
 
 from quantkit.errors import QuantkitError
 
-COMMANDS = ("quantize", "import", "convert", "inspect", "recipes", "generate", "chat", "serve", "eval", "bench", "demo")
+COMMANDS = (
+    "quantize",
+    "import",
+    "convert",
+    "inspect",
+    "recipes",
+    "plan",
+    "generate",
+    "chat",
+    "serve",
+    "eval",
+    "bench",
+    "demo",
+)
 
 
 class LazyGroup(click.Group):

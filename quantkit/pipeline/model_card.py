@@ -5,6 +5,7 @@ The same run writes the same bytes: no date, no path of this machine, nothing th
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,35 @@ WORST = 5  # layers named by their loss
 _PACKAGES = ("quantkit", "torch", "transformers", "safetensors")
 _SOURCE_OPTION = "--text"  # of `quantkit quantize`
 _LICENSE_KEYS = ("license", "license_name", "license_link")
+_BITSANDBYTES = ("nf4", "fp4", "llm-int8")  # formats that bitsandbytes reads
+_BITSANDBYTES_FLAGS = {  # vLLM's plugin answers to both; SGLang needs the second one in older versions
+    "vLLM": " --quantization bitsandbytes --load-format bitsandbytes",
+    "SGLang": " --load-format bitsandbytes",
+}
+_PROMPT = "Once upon a time"
+# Engine -> what to install beside the packages that its verdict names, what to type, what to write.
+_WAYS_TO_LOAD: dict[str, tuple[str, str, str]] = {
+    "quantkit": (
+        "",
+        f'quantkit serve {{shell}}\nquantkit generate {{shell}} "{_PROMPT}"',
+        f'''import quantkit
+
+llm = quantkit.LLM({{python}})
+print(llm.generate("{_PROMPT}", quantkit.SamplingParams(max_tokens=32))[0].text)''',
+    ),
+    "transformers": (
+        "transformers accelerate",
+        "",
+        f'''from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({{python}})
+model = AutoModelForCausalLM.from_pretrained({{python}}, device_map="auto")
+inputs = tokenizer("{_PROMPT}", return_tensors="pt").to(model.device)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0], skip_special_tokens=True))''',
+    ),
+    "vLLM": ("vllm", "vllm serve {shell}", ""),
+    "SGLang": ("sglang", "python -m sglang.launch_server --model-path {shell}", ""),
+}
 
 
 class Layer(Protocol):
@@ -77,6 +107,7 @@ def model_card(facts: CardFacts) -> str:
         _introduction(facts),
         _section("Quality", _quality(facts.quality)),
         _section("Who loads it", _engines(facts.engines)),
+        _section("How to load it", _loading(facts)),
         _section("Layers", _schemes(facts)),
         _section("Worst layers", _worst(facts.layers)),
         _section("Calibration", _calibration(facts.calibration)),
@@ -143,6 +174,28 @@ def _quality(quality: Quality | None) -> str:
 def _engines(engines: Iterable[Verdict]) -> str:
     rows = [(verdict.engine, "yes" if verdict.loads else "no", _cell(verdict.remark)) for verdict in engines]
     return _table(("engine", "loads", "remark"), rows)
+
+
+def _loading(facts: CardFacts) -> str:
+    """For every engine, what to type or the reason why it is of no use."""
+    known = [verdict for verdict in facts.engines if verdict.engine in _WAYS_TO_LOAD]
+    ways = [f"### {verdict.engine}\n\n{_way_to_load(verdict, facts)}" for verdict in known]
+    return "\n\n".join([f"{_code(facts.title)} stands for this folder, or for its name on the hub.", *ways])
+
+
+def _way_to_load(verdict: Verdict, facts: CardFacts) -> str:
+    if not verdict.loads:
+        return f"{verdict.engine} does not load it: {_cell(verdict.remark)}."
+    installed, command, code = _WAYS_TO_LOAD[verdict.engine]
+    # The remark of an engine that loads a checkpoint names the packages that it needs: `with gptqmodel and optimum`.
+    needed = verdict.remark.removeprefix("with ").replace(" and ", " ")
+    flags = _BITSANDBYTES_FLAGS.get(verdict.engine, "") if facts.format in _BITSANDBYTES else ""
+    install = f"pip install {installed} {needed}".rstrip() if installed else ""
+    typed = "\n".join(filter(None, (install, command.format(shell=shlex.quote(facts.title)) + flags)))
+    shown = [f"```\n{typed}\n```"] if typed else []
+    if code:
+        shown.append(f"```python\n{code.format(python=json.dumps(facts.title, ensure_ascii=False))}\n```")
+    return "\n\n".join(shown)
 
 
 def _schemes(facts: CardFacts) -> str:

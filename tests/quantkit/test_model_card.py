@@ -1,5 +1,9 @@
 """The model card: readable by Hugging Face, the same in every run, free of paths, true to its facts."""
 
+import ast
+import importlib.util
+import re
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,8 @@ import yaml
 
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.engines import Layers, verdicts
-from quantkit.formats import Gptq
+from quantkit.formats import Gptq, build
+from quantkit.pipeline import quantize
 from quantkit.pipeline.model_card import CardFacts, Quality, license_of, model_card
 from quantkit.recipe import load_recipe
 from quantkit.sources import model_folder
@@ -171,3 +176,101 @@ def test_missing_and_binary_readmes(tmp_path: Path) -> None:
     assert license_of(tmp_path) == {}
     (tmp_path / "README.md").write_bytes(b"---\nlicense: \xff\n---\n")
     assert license_of(tmp_path) == {}
+
+
+BITSANDBYTES = "--quantization bitsandbytes --load-format bitsandbytes"
+# Recipe -> what transformers needs beside itself, what is typed for vLLM and SGLang; None: it does not load it.
+LOADING: dict[str, tuple[str, str | None, str | None]] = {
+    "gptq-w4g128": ("gptqmodel optimum", "pip install vllm\nvllm serve {name}", ""),
+    "awq-w4g128": ("gptqmodel", "pip install vllm\nvllm serve {name}", ""),
+    "nf4": (
+        "bitsandbytes",
+        f"pip install vllm vllm-bnb-plugin\nvllm serve {{name}} {BITSANDBYTES}",
+        " --load-format bitsandbytes",
+    ),
+    "llm-int8": (
+        "bitsandbytes",
+        f"pip install vllm vllm-bnb-plugin\nvllm serve {{name}} {BITSANDBYTES}",
+        " --load-format bitsandbytes",
+    ),
+    "rtn-w4g128-ct": ("compressed-tensors", "pip install vllm\nvllm serve {name}", ""),
+    "rtn-w3g128": ("compressed-tensors", "pip install vllm\nvllm serve {name}", None),
+    "rtn-w2g64": ("compressed-tensors", None, None),
+    "fp8": ("compressed-tensors", "pip install vllm\nvllm serve {name}", ""),
+}
+
+
+def card_of(recipe_name: str) -> str:
+    """A card as `quantize` writes it for a recipe, without quantizing."""
+    recipe = load_recipe(recipe_name)
+    fmt = build(recipe.format.name, recipe.format.options, "bfloat16")
+    engines = tuple(verdicts(Layers({"model.layers.0.mlp.up_proj": fmt})))
+    return model_card(replace(FACTS, recipe=recipe, format=fmt.name, engines=engines))
+
+
+def ways_to_load(card: str) -> dict[str, str]:
+    """Engine -> its part of the section."""
+    _, *parts = section(card, "How to load it").split("### ")
+    return {part.split("\n", 1)[0]: part.split("\n", 1)[1] for part in parts}
+
+
+def snippets(text: str, language: str = "") -> list[str]:
+    """The code blocks of a language; without one, what is typed into a shell."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    return [code for spoken, code in blocks if spoken == language]
+
+
+@pytest.mark.parametrize("recipe", LOADING)
+def test_every_engine_has_its_command_or_the_reason(recipe: str) -> None:
+    packages, vllm, sglang = LOADING[recipe]
+    ways, name = ways_to_load(card_of(recipe)), f"model-{recipe}"
+    assert list(ways) == ["quantkit", "transformers", "vLLM", "SGLang"]
+    assert f"quantkit serve {name}\nquantkit generate {name} " in ways["quantkit"]
+    assert snippets(ways["transformers"]) == [f"pip install transformers accelerate {packages}"]
+    for engine, typed in (("vLLM", vllm), ("SGLang", sglang)):
+        if typed is None:
+            assert ways[engine].strip().startswith(f"{engine} does not load it: ")
+            assert "```" not in ways[engine]
+    if vllm is not None:
+        assert snippets(ways["vLLM"]) == [vllm.format(name=name)]
+    if sglang is not None:
+        command = f"python -m sglang.launch_server --model-path {name}{sglang}"
+        assert snippets(ways["SGLang"]) == [f"pip install sglang\n{command}"]
+
+
+def test_reasons_are_those_of_the_verdict() -> None:
+    ways = ways_to_load(model_card(FACTS))  # GPTQ at three bits
+    assert "GPTQ only symmetric at 4 or 8 bits, not W3 g128 sym" in ways["vLLM"]
+    assert "vllm serve" not in ways["vLLM"]
+    assert "sglang.launch_server" in ways["SGLang"]
+
+
+@pytest.mark.parametrize("folder", ["plain", 'it\'s "quoted" {braces} and \\spaces'])
+def test_snippets_are_python_whatever_the_name(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    ways = ways_to_load(model_card(replace(FACTS, model=tmp_path / folder)))
+    for engine in ("quantkit", "transformers"):
+        (code,) = snippets(ways[engine], "python")
+        compile(code, engine, "exec")
+        named = {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
+        assert f"{folder}-gptq-w4g128" in named
+    (typed,) = snippets(ways["quantkit"])
+    assert shlex.split(typed.splitlines()[0]) == ["quantkit", "serve", f"{folder}-gptq-w4g128"]
+
+
+@pytest.mark.parametrize("recipe", ["rtn-w4g128", "nf4"])
+def test_snippets_run_on_the_checkpoint_that_carries_them(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """quantkit's always; transformers' where the packages that the card names are installed."""
+    monkeypatch.chdir(tmp_path)
+    quantize("demo", recipe, f"demo-{recipe}", quality_windows=0)
+    ways = ways_to_load((tmp_path / f"demo-{recipe}" / "README.md").read_text())
+    runnable = ["quantkit"]
+    wanted = snippets(ways["transformers"])[0].removeprefix("pip install ").split()
+    if all(importlib.util.find_spec(package.replace("-", "_")) for package in wanted):
+        runnable.append("transformers")
+    for engine in runnable:
+        (code,) = snippets(ways[engine], "python")
+        exec(compile(code, engine, "exec"), {})
+        assert len(capsys.readouterr().out.split()) > 5, engine

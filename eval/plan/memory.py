@@ -1,0 +1,96 @@
+"""What fits on a GPU beside the weights: the engine's own reserve, and how many requests the rest holds.
+
+The formulas are those of `runtime/memory.py` with its defaults for a GPU, for GPUs that are not here; a test keeps the
+two equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.eval.plan.gpus import Gpu
+from quantkit.eval.plan.model import Cache, Decoder
+from quantkit.eval.plan.weights import WeightPlan
+from quantkit.runtime.options import EngineOptions
+
+SHARE = EngineOptions.memory_share  # of the GPU's memory
+PAGE = EngineOptions.page_size  # tokens
+STEP_TOKENS = 8192
+SEQUENCES = 256  # at once, unless --max-sequences says another number
+LIBRARIES = 512 << 20  # CUDA, cuBLAS, compiled kernels
+_PROMPT_ROWS = 512  # rows of logits at once
+_ACTIVATION = 2  # bytes of a number on its way through the model
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes that the engine keeps free for itself."""
+
+    hidden: int  # activations of one step
+    decoded: int  # one weight in 16 bit, for many tokens
+    logits: int
+    libraries: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return self.hidden + self.decoded + self.logits + self.libraries + self.graphs
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How one format of a model fits on one GPU."""
+
+    gpu: str
+    format: str
+    available: int  # bytes that quantkit may use
+    weights: int
+    reserve: int
+    page_bytes: int
+    pages_per_request: int
+
+    @property
+    def cache(self) -> int:
+        """Bytes left for the cache; negative where weights and reserve do not fit."""
+        return self.available - self.weights - self.reserve
+
+    @property
+    def pages(self) -> int:
+        """Of the cache, without the one that belongs to nobody."""
+        return max(0, self.cache // self.page_bytes - 1)
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * PAGE
+
+    @property
+    def requests(self) -> int:
+        return self.pages // self.pages_per_request
+
+
+def reserve_of(decoder: Decoder) -> Reserve:
+    config = decoder.config
+    attention = decoder.attention_width
+    qkv = attention + 2 * config.kv_heads * config.head_dim
+    width = max(3 * config.intermediate, qkv + 2 * attention) + 3 * config.hidden
+    graph_width = 4 * config.intermediate + 4 * config.hidden + 4 * attention
+    return Reserve(
+        hidden=STEP_TOKENS * width * _ACTIVATION,
+        decoded=config.hidden * config.intermediate * 2 * _ACTIVATION,
+        logits=max(SEQUENCES, _PROMPT_ROWS) * config.vocab * (_ACTIVATION + 12),
+        libraries=LIBRARIES,
+        graphs=SEQUENCES * graph_width * _ACTIVATION * 4 + (64 << 20),
+    )
+
+
+def fit(gpu: Gpu, weights: WeightPlan, reserve: Reserve, cache: Cache, itemsize: int, context: int) -> Fit:
+    """The engine keeps every token in every layer, those outside a sliding window too."""
+    return Fit(
+        gpu=gpu.name,
+        format=weights.name,
+        available=int(gpu.memory * SHARE),
+        weights=weights.bytes,
+        reserve=reserve.total,
+        page_bytes=cache.per_token * itemsize * PAGE,
+        pages_per_request=-(-context // PAGE),
+    )

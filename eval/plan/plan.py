@@ -1,0 +1,220 @@
+"""`quantkit plan`: what a model takes in every format, what fits on a GPU, how fast it could be. Nothing is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantkit.errors import InputError, did_you_mean
+from quantkit.eval.plan.gpus import GPUS, UNTRIED, Gpu
+from quantkit.eval.plan.memory import SEQUENCES, Fit, Reserve, fit, reserve_of
+from quantkit.eval.plan.model import Decoder, PlannedModel
+from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling, Step, stops_helping
+from quantkit.eval.plan.weights import UNQUANTIZED, LayerBytes, WeightPlan, quantized, unquantized
+from quantkit.recipe import Recipe
+
+# The first one is what the summary and --explain speak of.
+DEFAULT_RECIPES = ("gptq-w4g128", "awq-w4g128", "nf4", "gptq-w3g128", "gptq-w8", "llm-int8", "smoothquant-w8a8", "fp8")
+KV_ITEMSIZES = {"auto": 2, "fp8": 1}  # bytes; the runtime's --kv-dtype
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, beside the model and the GPU."""
+
+    context: int = 4096  # tokens of one request, prompt and answer
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    kv_dtype: str = "auto"
+    price_per_hour: float | None = None
+    efficiency: float = 1.0  # share of the ceiling that the user expects to reach
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in KV_ITEMSIZES:
+            raise InputError(f"unknown kv dtype '{self.kv_dtype}'; {did_you_mean(self.kv_dtype, KV_ITEMSIZES)}")
+        if self.context < 1:
+            raise InputError(f"--context is {self.context}, but must be 1 or more tokens")
+        if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
+            raise InputError(f"--batch is {list(self.batches)}, but must be numbers from 1 to {MAX_BATCH}")
+        if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
+            raise InputError(f"--price-per-hour is {self.price_per_hour:g}, but must be more than 0")
+        if not 0 < self.efficiency <= 1:
+            raise InputError(f"--efficiency is {self.efficiency:g}, but must be more than 0 and at most 1")
+
+    @property
+    def itemsize(self) -> int:
+        return KV_ITEMSIZES[self.kv_dtype]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The ceiling at one batch."""
+
+    step: Step
+    fits: bool
+    gain: float  # times the speed of bf16
+    cost: float | None  # of a million output tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self.step),
+            "bound": self.step.bound,
+            "tokens_per_second": self.step.tokens_per_second,
+            "fits": self.fits,
+            "times_bf16": self.gain,
+            "cost_per_million_tokens": self.cost,
+        }
+
+
+@dataclass(frozen=True)
+class FormatPlan:
+    """One format on one GPU."""
+
+    weights: WeightPlan
+    ceiling: Ceiling
+    fit: Fit
+    speeds: tuple[Speed, ...]  # one for every batch asked for
+    prefill_tokens_per_second: float
+    bandwidth_bound_up_to: float  # batch; infinite: always
+    bandwidth_bound_up_to_without_cache: float
+    stops_helping: int | None  # the batch from which bf16 is within 10 %; None: not up to MAX_BATCH
+
+    @property
+    def name(self) -> str:
+        return self.weights.name
+
+    def to_dict(self) -> dict[str, Any]:
+        weights = asdict(self.weights) | {"bits": self.weights.bits, "arithmetic": self.weights.arithmetic}
+        found = {name: getattr(self.fit, name) for name in ("cache", "pages", "tokens", "requests")}
+        limits = (self.bandwidth_bound_up_to, self.bandwidth_bound_up_to_without_cache)
+        return {
+            "weights": weights,
+            "fit": asdict(self.fit) | found,
+            "decode": [speed.to_dict() for speed in self.speeds],
+            "prefill_tokens_per_second": self.prefill_tokens_per_second,
+            "bandwidth_bound_up_to_batch": None if math.isinf(limits[0]) else limits[0],
+            "bandwidth_bound_up_to_batch_without_cache": None if math.isinf(limits[1]) else limits[1],
+            "stops_helping_at_batch": self.stops_helping,
+        }
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """The whole answer. Without a decoder (an unsupported family) there are no formats."""
+
+    model: PlannedModel
+    question: Question
+    gpu: Gpu
+    reserve: Reserve | None
+    formats: tuple[FormatPlan, ...]  # bf16 first
+    requests: dict[str, dict[str, int]]  # GPU -> format -> requests of the context that fit
+    warnings: tuple[str, ...]
+
+    @property
+    def focus(self) -> FormatPlan | None:
+        """The format that the summary speaks of: the first one after bf16, else bf16."""
+        return self.formats[min(1, len(self.formats) - 1)] if self.formats else None
+
+    def to_dict(self) -> dict[str, Any]:
+        cache = self.model.cache
+        return {
+            "model": {
+                "name": self.model.name,
+                "model_type": self.model.model_type,
+                "parameters": self.model.decoder.parameters if self.model.decoder else None,
+                "max_positions": self.model.max_positions,
+                "remark": self.model.remark,
+            },
+            "question": asdict(self.question),
+            "cache": {
+                "kind": cache.kind,
+                "layers": cache.layers,
+                "bytes_per_token": cache.per_token * self.question.itemsize,
+                "bytes_per_request": cache.per_token * self.question.itemsize * self.question.context,
+                "bytes_read_per_token": cache.read(self.question.context) * self.question.itemsize,
+            },
+            "gpu": asdict(self.gpu),
+            "reserve": asdict(self.reserve) | {"total": self.reserve.total} if self.reserve else None,
+            "formats": [found.to_dict() for found in self.formats],
+            "requests_by_gpu": self.requests,
+            "warnings": list(self.warnings),
+        }
+
+
+def plan_serving(
+    model: PlannedModel,
+    recipes: Sequence[Recipe],
+    gpu: Gpu,
+    question: Question,
+    layer_bytes: LayerBytes,
+    gpus: Mapping[str, Gpu] = GPUS,
+) -> ServingPlan:
+    """The plan for one GPU, and how many requests fit on all `gpus`. `layer_bytes` is that of `quantkit.planning`."""
+    if model.decoder is None:
+        return ServingPlan(model, question, gpu, None, (), {}, tuple(_warnings(model, question, gpu, ())))
+    rows, refused = [unquantized(model.decoder)], []
+    for recipe in recipes:
+        try:
+            rows.append(quantized(model, recipe, layer_bytes))
+        except InputError as error:
+            refused.append(f"{recipe.name} is left out: {error}")
+    reserve = reserve_of(model.decoder)
+    formats = _formats(model, model.decoder, rows, gpu, question, reserve)
+    requests = {
+        name: {
+            row.name: fit(one, row, reserve, model.cache, question.itemsize, question.context).requests for row in rows
+        }
+        for name, one in gpus.items()
+    }
+    warnings = (*refused, *_warnings(model, question, gpu, formats))
+    return ServingPlan(model, question, gpu, reserve, formats, requests, warnings)
+
+
+def _formats(
+    model: PlannedModel, decoder: Decoder, rows: Sequence[WeightPlan], gpu: Gpu, question: Question, reserve: Reserve
+) -> tuple[FormatPlan, ...]:
+    ceilings = [Ceiling(model.cache, decoder.attention_width, row, gpu, question.itemsize) for row in rows]
+    context = question.context
+    return tuple(
+        FormatPlan(
+            weights=row,
+            ceiling=ceiling,
+            fit=(found := fit(gpu, row, reserve, model.cache, question.itemsize, context)),
+            speeds=tuple(_speed(ceiling, ceilings[0], batch, found, question) for batch in question.batches),
+            prefill_tokens_per_second=context / ceiling.prefill_seconds(context),
+            bandwidth_bound_up_to=ceiling.bandwidth_bound_up_to(context),
+            bandwidth_bound_up_to_without_cache=ceiling.bandwidth_bound_up_to(0),
+            stops_helping=None if row.name == UNQUANTIZED else stops_helping(ceiling, ceilings[0], context),
+        )
+        for row, ceiling in zip(rows, ceilings, strict=True)
+    )
+
+
+def _speed(ceiling: Ceiling, plain: Ceiling, batch: int, found: Fit, question: Question) -> Speed:
+    step = ceiling.decode(batch, question.context)
+    gain = plain.decode(batch, question.context).seconds / step.seconds
+    cost = None
+    if question.price_per_hour is not None:
+        tokens_per_hour = 3600 * step.tokens_per_second * question.efficiency
+        cost = question.price_per_hour / tokens_per_hour * 1e6
+    return Speed(step, batch <= found.requests, gain, cost)
+
+
+def _warnings(model: PlannedModel, question: Question, gpu: Gpu, formats: Sequence[FormatPlan]) -> Iterator[str]:
+    if model.max_positions is not None and question.context > model.max_positions:
+        made_for = f"{model.max_positions:,} that this model was made for"
+        yield f"a context of {question.context:,} tokens is more than the {made_for}"
+    if model.cache.slides(question.context):
+        held = model.cache.per_token * question.itemsize * question.context
+        read = model.cache.read(question.context) * question.itemsize
+        yield (
+            f"sliding layers read {read / 1e9:.2f} GB of a request's cache, but quantkit's engine keeps all "
+            f"{held / 1e9:.2f} GB of it: room is counted by what is kept, speed by what is read"
+        )
+    if gpu.name in UNTRIED:
+        yield UNTRIED[gpu.name]
+    if gpu.fp8 is None and any(found.weights.arithmetic == "fp8" for found in formats):
+        yield f"{gpu.title} has no FP8 units: fp8 recipes save memory there, and compute in 16 bit"
+    if any(found.fit.requests > SEQUENCES for found in formats):
+        yield f"the engine runs {SEQUENCES} requests at once unless --max-sequences says another number"

@@ -1,0 +1,111 @@
+"""The weights of a model in a format: exact bytes, and in which arithmetic its products run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quantkit.errors import InputError
+from quantkit.eval.plan.model import Decoder, PlannedModel
+from quantkit.formats import CtFloat8, Format, Shape
+from quantkit.recipe import Recipe
+
+UNQUANTIZED = "bf16"
+KEPT_BYTES = 2  # of a weight that stays in 16 bit
+LayerBytes = Callable[[Format, Shape], int]  # `quantkit.planning.layer_bytes`, which knows every layout
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """All weights of a model. `bytes` lie in memory; `read` of them are read for every step."""
+
+    name: str  # of a recipe, or bf16
+    scheme: str  # such as `W4 g128 sym`
+    bytes: int
+    read: int
+    linear_bytes: int  # of the linears in the blocks
+    linear_bits: float  # bits for one of their weights, scales and all
+    parameters: int
+    operations: dict[str, int]  # of the linears and lm_head for one token, by arithmetic: bf16, fp8, int8
+    head_operations: int  # of those, lm_head's; always in bf16
+
+    @property
+    def bits(self) -> float:
+        """Bits for one parameter of the whole model."""
+        return 8 * self.bytes / self.parameters
+
+    @property
+    def arithmetic(self) -> str:
+        """That most operations run in."""
+        return max(self.operations, key=lambda name: self.operations[name])
+
+
+def unquantized(decoder: Decoder) -> WeightPlan:
+    return _plan(UNQUANTIZED, "16 bit", decoder, dict.fromkeys(decoder.linears), lambda fmt, shape: 0)
+
+
+def quantized(model: PlannedModel, recipe: Recipe, layer_bytes: LayerBytes) -> WeightPlan:
+    """What a recipe makes of a model; InputError where the recipe or its format refuses it."""
+    decoder = _supported(model)
+    chosen = recipe.plan(decoder.config.family, decoder.raw, model.dtype)
+    if recipe.target_bits is None:
+        schemes = ", ".join(dict.fromkeys(fmt.describe() for fmt in chosen.values() if fmt is not None))
+        return _plan(recipe.name, schemes, decoder, chosen, layer_bytes)
+    bits = recipe.target_bits  # each layer's own are found during the run; their average is this
+    scheme = f"{bits:g} bits on average"
+    return _plan(recipe.name, scheme, decoder, chosen, lambda _, shape: round(bits * math.prod(shape) / 8))
+
+
+def in_format(model: PlannedModel, name: str, fmt: Format, layer_bytes: LayerBytes) -> WeightPlan:
+    """Every linear in one format."""
+    decoder = _supported(model)
+    return _plan(name, fmt.describe(), decoder, dict.fromkeys(decoder.linears, fmt), layer_bytes)
+
+
+def _supported(model: PlannedModel) -> Decoder:
+    if model.decoder is None:
+        raise InputError(model.remark)
+    return model.decoder
+
+
+def _plan(
+    name: str, scheme: str, decoder: Decoder, chosen: Mapping[str, Format | None], layer_bytes: LayerBytes
+) -> WeightPlan:
+    head = 2 * decoder.embedding  # lm_head is as large, and the same matrix where they are tied
+    operations = {"bf16": head}
+    linear_bytes = 0
+    for module, shape in decoder.linears.items():
+        fmt = chosen[module]
+        count = math.prod(shape)
+        arithmetic = _arithmetic(fmt)
+        operations[arithmetic] = operations.get(arithmetic, 0) + 2 * count
+        linear_bytes += KEPT_BYTES * count if fmt is None else _bytes_of(module, fmt, shape, layer_bytes)
+    kept = KEPT_BYTES * (decoder.embedding + decoder.head + decoder.other)
+    return WeightPlan(
+        name=name,
+        scheme=scheme,
+        bytes=linear_bytes + kept,
+        # Of an embedding that is not the head too, a step reads a row for each token: next to nothing.
+        read=linear_bytes + KEPT_BYTES * (decoder.embedding + decoder.other),
+        linear_bytes=linear_bytes,
+        linear_bits=8 * linear_bytes / decoder.linear_weights,
+        parameters=decoder.parameters,
+        operations=operations,
+        head_operations=head,
+    )
+
+
+def _bytes_of(module: str, fmt: Format, shape: Shape, layer_bytes: LayerBytes) -> int:
+    try:
+        fmt.check(shape)
+    except InputError as error:
+        raise InputError(f"{module} [{shape[0]} x {shape[1]}] as {fmt.name} {fmt.describe()}: {error}") from error
+    return layer_bytes(fmt, shape)
+
+
+def _arithmetic(fmt: Format | None) -> str:
+    """Weight-only formats multiply in 16 bit; those that round the inputs too, in 8."""
+    if fmt is None or not fmt.rounds_inputs:
+        return "bf16"
+    return "fp8" if isinstance(fmt, CtFloat8) else "int8"

@@ -1,0 +1,225 @@
+"""quantkit plan"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli.common import json_option, print_json, print_table
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    from quantkit.eval.plan.gpus import Gpu
+    from quantkit.eval.plan.plan import FormatPlan, Question, ServingPlan
+
+_KV = "Of the cache: auto is 16 bit."
+_RECIPES = "Recipes to plan for, comma-separated names or YAML files; bf16 is always there. Default: eight of them."
+_GPU = "Such as h100 or rtx4090; default: the one here, else all of them for memory and an H200 for speed."
+_EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
+
+
+@click.command("plan", short_help="What a model takes and how fast it could be, before anything runs.")
+@click.argument("model")
+@click.option("-r", "--format", "formats", multiple=True, metavar="RECIPES", help=_RECIPES)
+@click.option("--gpu", metavar="NAME", help=_GPU)
+@click.option(
+    "--context", default=4096, show_default=True, metavar="N", help="Tokens of one request, prompt and answer."
+)
+@click.option("--batch", default="1,8,32,128", show_default=True, metavar="LIST", help="Requests at once.")
+@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8"]), help=_KV)
+@click.option("--price-per-hour", type=float, metavar="P", help="Of the GPU, in any currency: adds a table of costs.")
+@click.option("--efficiency", default=1.0, show_default=True, metavar="X", help=_EFFICIENCY)
+@click.option("--explain", "explained", is_flag=True, help="Every formula with its numbers, for one format.")
+@json_option
+def command(
+    model: str,
+    formats: tuple[str, ...],
+    gpu: str | None,
+    context: int,
+    batch: str,
+    kv_dtype: str,
+    price_per_hour: float | None,
+    efficiency: float,
+    explained: bool,
+    as_json: bool,
+) -> None:
+    """Say what MODEL takes in every format, what fits on which GPU, and how fast it could be at best.
+
+    Reads config.json only. MODEL is a folder, a hub name, `demo`, or a known shape such as llama-3.1-8b.
+    Speeds are ceilings from data sheets: no engine reaches them.
+
+    \b
+    quantkit plan llama-3.1-8b --gpu h200
+    quantkit plan org/model -r gptq-w4g128,nf4 --gpu rtx4090 --context 8192
+    quantkit plan demo --explain -r nf4
+    quantkit plan llama-3.1-70b --gpu h100 --price-per-hour 2.5 --efficiency 0.5
+    """
+    from quantkit.eval.plan.plan import Question
+
+    question = Question(context, _numbers(batch), kv_dtype, price_per_hour, efficiency)
+    names = [name for given in formats for name in given.split(",") if name]
+    chosen, note = _choose_gpu(gpu)
+    plan = _plan(model, names, chosen, question)
+    if as_json:
+        print_json(_as_json(plan))
+    elif explained:
+        _print_formulas(plan)
+    else:
+        _print(plan, note, everywhere=gpu is None and not note)
+
+
+def _plan(model: str, names: list[str], gpu: Gpu, question: Question) -> ServingPlan:
+    from quantkit.eval.plan.model import read_model
+    from quantkit.eval.plan.plan import DEFAULT_RECIPES, plan_serving
+    from quantkit.eval.plan.source import find_config
+    from quantkit.planning import layer_bytes
+    from quantkit.recipe import load_recipe
+
+    recipes = [load_recipe(name) for name in names or DEFAULT_RECIPES if name != "bf16"]
+    return plan_serving(read_model(*find_config(model)), recipes, gpu, question, layer_bytes)
+
+
+def _as_json(plan: ServingPlan) -> dict[str, Any]:
+    from quantkit.eval.plan.explain import explain
+    from quantkit.eval.plan.summary import summarize
+
+    formulas = {"format": plan.focus.name if plan.focus else None, "lines": dict(explain(plan))}
+    return plan.to_dict() | {"summary": list(summarize(plan)), "formulas": formulas}
+
+
+def _print_formulas(plan: ServingPlan) -> None:
+    from quantkit.eval.plan.explain import explain
+
+    what = f"{plan.model.name} as {plan.focus.name}" if plan.focus else plan.model.name
+    click.echo(f"{what} on one {plan.gpu.title}; GB are 10^9 bytes")
+    click.echo("\n".join(f"{label:<24} {formula}" for label, formula in explain(plan)))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
+    except ValueError:
+        raise InputError(
+            f"--batch is '{text}', but must be whole numbers with commas between, such as 1,8,32"
+        ) from None
+
+
+def _choose_gpu(name: str | None) -> tuple[Gpu, str]:
+    """The GPU to plan for, and what to say about the choice."""
+    from quantkit.eval.plan.gpus import DEFAULT_GPU, GPUS, find_gpu, present_gpu
+
+    if name is not None:
+        return find_gpu(name), ""
+    here, reported = present_gpu()
+    if here is not None:
+        return here, f"planned for the {here.title} here"
+    if reported:
+        note = f"the GPU here, {reported}, is not in the table; --gpu names one that is like it"
+        return GPUS[DEFAULT_GPU], note
+    return GPUS[DEFAULT_GPU], ""
+
+
+def _print(plan: ServingPlan, note: str, *, everywhere: bool) -> None:
+    from quantkit.eval.plan.summary import summarize
+
+    for line in summarize(plan):
+        click.echo(line)
+    _print_cache(plan)
+    if plan.formats:
+        _print_weights(plan)
+        if not everywhere:
+            _print_room(plan)
+        elif any(any(counts.values()) for counts in plan.requests.values()):
+            _print_requests(plan)
+    if any(speed.fits for found in plan.formats for speed in found.speeds):
+        _print_speed(plan)
+        if plan.question.price_per_hour is not None:
+            _print_cost(plan)
+    for warning in filter(None, (note, *plan.warnings)):
+        click.echo(f"note: {warning}")
+
+
+def _print_cache(plan: ServingPlan) -> None:
+    cache, question = plan.model.cache, plan.question
+    size = cache.per_token * question.itemsize
+    whole = f"{size * question.context / 1e9:.2f} GB for {question.context:,} tokens"
+    click.echo(f"Cache ({cache.kind}): {size:,} bytes a token, {whole}. GB are 10^9 bytes throughout.")
+
+
+def _print_weights(plan: ServingPlan) -> None:
+    columns = ("format", "scheme", "weights GB", "of bf16", "bits/linear weight", "bits/parameter", "multiplies in")
+    whole = plan.formats[0].weights.bytes
+    rows = []
+    for weights in (found.weights for found in plan.formats):
+        share = f"{100 * weights.bytes / whole:.0f} %"
+        sizes = (f"{weights.bytes / 1e9:.2f}", share, f"{weights.linear_bits:.2f}", f"{weights.bits:.2f}")
+        rows.append((weights.name, weights.scheme, *sizes, weights.arithmetic))
+    print_table(f"{plan.model.name}: weights", columns, rows)
+
+
+def _print_requests(plan: ServingPlan) -> None:
+    from quantkit.eval.plan.gpus import GPUS
+
+    rows = [
+        (_with_memory(GPUS[name]), *(_count(number) for number in counts.values()))
+        for name, counts in plan.requests.items()
+    ]
+    columns = ("GPU", *(found.name for found in plan.formats))
+    title = f"Requests of {plan.question.context:,} tokens that fit"
+    print_table(title, columns, rows, "Memory from data sheets. -: not one. --gpu NAME shows where the memory goes.")
+
+
+def _print_room(plan: ServingPlan) -> None:
+    columns = ("format", "weights GB", "engine GB", "cache GB", "cached tokens", "requests")
+    rows = []
+    for found in plan.formats:
+        sizes = (found.fit.weights, found.fit.reserve, max(0, found.fit.cache))
+        rows.append(
+            (found.name, *(f"{size / 1e9:.2f}" for size in sizes), f"{found.fit.tokens:,}", _count(found.fit.requests))
+        )
+    available = plan.formats[0].fit.available / 1e9
+    title = f"{plan.gpu.title}: {available:.1f} GB to use of {plan.gpu.memory / 1e9:.1f} GB ({plan.gpu.source})"
+    print_table(title, columns, rows, f"Requests of {plan.question.context:,} tokens. -: not one.")
+
+
+def _print_speed(plan: ServingPlan) -> None:
+    columns = ("format", *(f"batch {size}" for size in plan.question.batches), "prefill")
+    columns += ("bandwidth-bound up to batch", "the same without cache", "bf16 within 10 % from batch")
+    rows = []
+    for found in plan.formats:
+        speeds = [f"{speed.step.tokens_per_second:,.0f}" if speed.fits else "-" for speed in found.speeds]
+        rows.append((found.name, *speeds, f"{found.prefill_tokens_per_second:,.0f}", *_limits(found)))
+    gpu = plan.gpu
+    title = f"{gpu.title}: most tokens/s that {gpu.bandwidth / 1e12:.3g} TB/s and its arithmetic allow (ceilings)"
+    print_table(title, columns, rows, "-: that many requests do not fit. Data sheet figures; no engine reaches them.")
+
+
+def _limits(found: FormatPlan) -> tuple[str, str, str]:
+    limits = (found.bandwidth_bound_up_to, found.bandwidth_bound_up_to_without_cache)
+    bound, bare = ("any" if math.isinf(limit) else f"{limit:,.0f}" for limit in limits)
+    if found.name == "bf16":
+        return bound, bare, "-"
+    return bound, bare, "none" if found.stops_helping is None else f"{found.stops_helping:,}"
+
+
+def _print_cost(plan: ServingPlan) -> None:
+    price, share = plan.question.price_per_hour, plan.question.efficiency
+    columns = ("format", *(f"batch {size}" for size in plan.question.batches))
+    rows = [
+        (found.name, *(f"{speed.cost:.3f}" if speed.fits and speed.cost is not None else "-" for speed in found.speeds))
+        for found in plan.formats
+    ]
+    meaning = "A lower bound: no engine is as fast as the ceiling."
+    if share != 1:
+        meaning = f"At {share:g} of the ceiling, the --efficiency that was given."
+    print_table(f"Cost of a million output tokens at {price:g} an hour", columns, rows, meaning)
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number else "-"
+
+
+def _with_memory(gpu: Gpu) -> str:
+    return gpu.title if "GB" in gpu.title else f"{gpu.title}, {gpu.memory / 1e9:.0f} GB"

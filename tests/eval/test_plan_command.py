@@ -1,0 +1,161 @@
+"""`quantkit plan` as a user types it: tables, formulas, JSON, and wrong input in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.eval.shapes import SHAPES
+
+Cli = Callable[..., tuple[int, str, str]]
+H200 = ("--gpu", "h200")
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """A folder with config.json and nothing else."""
+    config = SHAPES["llama-3.1-8b"] | changes
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value != "left out"})
+    )
+    return folder
+
+
+def test_a_plan_for_one_gpu(run_cli: Cli) -> None:
+    code, out, err = run_cli("plan", "llama-3.1-8b", *H200)
+    assert (code, err) == (0, "")
+    first, second = out.splitlines()[:2]
+    assert first.startswith("On one H200, gptq-w4g128 leaves room for")
+    assert "x as fast" in second
+    for word in ("131,072 bytes a token", "16.06", "5.73", "smoothquant-w8a8", "data sheet", "ceilings", "10^9 bytes"):
+        assert word in out
+    assert "Cost" not in out
+
+
+def test_without_a_gpu_all_of_them_are_compared(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, _ = run_cli("plan", "demo", "-r", "nf4,rtn-w4g128")
+    assert code == 0
+    for word in ("RTX 4090, 24 GB", "A100 80 GB SXM", "MI300X, 192 GB", "nf4", "rtn-w4g128", "bf16"):
+        assert word in out
+    assert "gptq" not in out
+
+
+def test_json_holds_everything(run_cli: Cli) -> None:
+    args = ("plan", "llama-3.1-8b", *H200, "-r", "nf4", "--batch", "1,256", "--price-per-hour", "2.5", "--json")
+    found = json.loads(run_cli(*args)[1])
+    assert found["cache"] == {
+        "kind": "GQA",
+        "layers": 32,
+        "bytes_per_token": 131_072,
+        "bytes_per_request": 131_072 * 4096,
+        "bytes_read_per_token": 131_072 * 4096,
+    }
+    plain, nf4 = found["formats"]
+    assert plain["weights"]["bytes"] == 16_060_522_496
+    assert [speed["batch"] for speed in nf4["decode"]] == [1, 256]
+    assert [speed["fits"] for speed in nf4["decode"]] == [True, False]
+    assert nf4["decode"][0]["times_bf16"] > 2.5
+    assert nf4["decode"][0]["cost_per_million_tokens"] > 0
+    assert nf4["bandwidth_bound_up_to_batch"] is None
+    assert found["requests_by_gpu"]["h200"]["nf4"] == nf4["fit"]["requests"]
+    assert found["formulas"]["format"] == "nf4"
+
+
+def test_formulas_have_their_numbers(run_cli: Cli) -> None:
+    code, out, _ = run_cli("plan", "llama-3.1-8b", *H200, "--explain", "--price-per-hour", 3, "--batch", "1,64")
+    assert code == 0
+    for words in (
+        "2 x 8 kv heads x 128 = 2,048 numbers (GQA)",
+        "32 layers x 2,048 x 2 bytes = 131,072 bytes",
+        "2 x 128,256 x 4,096 x 2 = 2.101 GB",
+        "8,192 tokens x (max(3 x 14,336, 6,144 + 2 x 4,096) + 3 x 4,096) x 2 bytes",
+        "0.9 x 141.000 GB",
+        "/ 4.8 TB/s",
+        "decode, batch 64",
+        "a million tokens",
+    ):
+        assert words in out, words
+    assert "61 layers x 576 x 2 bytes = 70,272 bytes" in run_cli("plan", "deepseek-v3", "--explain", *H200)[1]
+
+
+def test_costs_are_called_what_they_are(run_cli: Cli) -> None:
+    args = ("plan", "llama-3.1-8b", *H200, "-r", "nf4", "--price-per-hour", "2.5")
+    assert "A lower bound: no engine is as fast as the ceiling." in run_cli(*args)[1]
+    half = run_cli(*args, "--efficiency", "0.5")[1]
+    assert "At 0.5 of the ceiling" in half
+    assert "lower bound" not in half
+
+
+def test_a_folder_needs_only_its_config(run_cli: Cli, tmp_path: Path) -> None:
+    code, out, err = run_cli("plan", write_config(tmp_path / "mine"), *H200, "-r", "nf4")
+    assert (code, err) == (0, "")
+    assert "mine: weights" in out
+    assert str(tmp_path) not in out
+
+
+def test_what_cannot_be_planned_is_said(run_cli: Cli, tmp_path: Path) -> None:
+    code, out, _ = run_cli("plan", "deepseek-v3")
+    assert code == 0
+    assert "mixture of experts" in out.splitlines()[0]
+    assert "only its cache" in out.splitlines()[0]
+    assert "70,272 bytes a token" in out
+    code, out, _ = run_cli("plan", write_config(tmp_path / "new", model_type="falcon9"), *H200)
+    assert code == 0
+    assert "'falcon9' is of another family" in out
+    assert "131,072 bytes a token" in out
+
+
+def test_a_model_that_fits_nowhere(run_cli: Cli) -> None:
+    code, out, err = run_cli("plan", "llama-3.1-405b", *H200, "-r", "gptq-w4g128")
+    assert (code, err) == (0, "")
+    assert "does not fit on one H200" in out
+    assert "no single GPU" in out
+    assert "ceilings" not in out
+    code, out, _ = run_cli("plan", "llama-3.1-70b", "--gpu", "rtx4090", "-r", "gptq-w4g128")
+    assert code == 0
+    assert "It fits on: A100 80 GB SXM, A100 80 GB PCIe, H100 PCIe" in out
+
+
+def test_notes(run_cli: Cli, tmp_path: Path) -> None:
+    out = run_cli("plan", "gemma-2-9b", "--gpu", "a100-80", "-r", "fp8", "--context", 16384)[1]
+    assert "more than the 8,192 that this model was made for" in out
+    assert "sliding layers read 3.52 GB" in out
+    assert "no FP8 units" in out
+    odd = write_config(tmp_path / "odd", hidden_size=4000, num_attention_heads=40, num_key_value_heads=8)
+    out = run_cli("plan", odd, *H200, "-r", "gptq-w4g128,llm-int8")[1]
+    assert "gptq-w4g128 is left out: model.layers.0.self_attn.q_proj" in out
+    assert "llm-int8" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("llama-3.1-8b", "--gpu", "h2000"), ("unknown GPU 'h2000'", "did you mean 'h200'")),
+        (("llama-3.1-8", *H200), ("no model at 'llama-3.1-8'", "did you mean the shape 'llama-3.1-8b'")),
+        (("demo", "-r", "nf5"), ("unknown recipe 'nf5'", "did you mean 'nf4'")),
+        (("demo", "--batch", "1,x"), ("--batch is '1,x'", "whole numbers")),
+        (("demo", "--batch", "0"), ("--batch is [0]", "1 to 4096")),
+        (("demo", "--context", "0"), ("--context is 0", "1 or more")),
+        (("demo", "--price-per-hour", "-1"), ("--price-per-hour is -1", "more than 0")),
+        (("demo", "--efficiency", "1.5"), ("--efficiency is 1.5", "at most 1")),
+    ],
+)
+def test_wrong_input_is_one_line(
+    assert_refused: Callable[..., None], tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(tmp_path, "plan", *arguments, words=words)
+
+
+@pytest.mark.parametrize("key", ["model_type", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"])
+def test_configs_without_a_size(assert_refused: Callable[..., None], tmp_path: Path, key: str) -> None:
+    assert_refused(tmp_path, "plan", write_config(tmp_path / "m", **{key: "left out"}), words=(key,))
+
+
+def test_an_unknown_family_without_its_heads(assert_refused: Callable[..., None], tmp_path: Path) -> None:
+    changes = {"model_type": "new", "num_attention_heads": "left out", "num_key_value_heads": "left out"}
+    assert_refused(tmp_path, "plan", write_config(tmp_path / "m", **changes), words=("num_attention_heads",))
+    (tmp_path / "empty").mkdir()
+    assert_refused(tmp_path, "plan", tmp_path / "empty", words=("config.json is missing",))
