@@ -25,9 +25,9 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 
 # On a machine with a CUDA device and its own torch: no virtual environment is made.
-# Tests of the server and the long ones need packages that such a machine may lack, and no GPU.
+# Only files that have such tests are looked at: others need packages that such a machine may lack.
 test-gpu:
-	$(PYTHON) -m pytest -m "gpu or kernel" --ignore=tests/runtime/server --ignore=tests/long --ignore=tests/interop
+	$(PYTHON) -m pytest -m "gpu or kernel" $$(grep -rlE "mark\.(gpu|kernel)" tests --include="test_*.py")
 
 test-interop: .venv-interop/ready
 	.venv-interop/bin/python -m pytest -m interop tests/interop

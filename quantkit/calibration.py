@@ -107,14 +107,14 @@ class Calibration:
         source = str(self.source)
         if source.startswith(_HUB):
             enough = self.samples * self.seq_len
-            ids = _packed(tokenizer, _documents(tokenizer, _hub_rows(source)), enough)
+            ids = _packed(tokenizer, _documents(tokenizer, hub_rows(source)), enough)
         elif not Path(source).exists():
             raise StorageError(f"no text '{source}'; give a text file, a .jsonl file or a dataset as {_HUB}ORG/NAME")
         elif source.lower().endswith(".jsonl"):
             ids = _packed(tokenizer, _documents(tokenizer, _jsonl_rows(Path(source))))
         else:
             return token_windows(tokenizer, Path(source), self.seq_len)
-        return _cut(ids, self.seq_len, source)
+        return cut_windows(ids, self.seq_len, source)
 
 
 def token_windows(tokenizer: PreTrainedTokenizerBase, text_file: Path, window: int) -> Tensor:
@@ -124,7 +124,7 @@ def token_windows(tokenizer: PreTrainedTokenizerBase, text_file: Path, window: i
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read the text {text_file}: {error}") from error
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
-    return _cut(ids, window, str(text_file))
+    return cut_windows(ids, window, str(text_file))
 
 
 class _Row(NamedTuple):
@@ -141,7 +141,7 @@ class _Document(NamedTuple):
     plain: bool
 
 
-def _cut(ids: Tensor, window: int, source: str) -> Tensor:
+def cut_windows(ids: Tensor, window: int, source: str) -> Tensor:
     """Token ids [tokens] as [windows, window]."""
     count = len(ids) // window
     if count == 0:
@@ -216,7 +216,7 @@ def _json_row(where: str, line: str) -> _Row:
         raise InputError(f"{where}: not JSON ({error}); every line must be one object with {_KEYS}") from error
 
 
-def _hub_rows(source: str) -> Iterator[_Row]:
+def hub_rows(source: str) -> Iterator[_Row]:
     """The rows of a dataset in their own order, streamed. Runs no code of the dataset."""
     match = _HUB_SOURCE.fullmatch(source)
     if match is None:

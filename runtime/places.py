@@ -41,8 +41,11 @@ class Places:
         token_places = [place for place, count in zip(inputs.places, counts, strict=True) for _ in range(count)]
         parts = [inputs.ids, inputs.positions, inputs.slots, token_places, inputs.places, inputs.contexts,
                  inputs.starts, inputs.rows, inputs.row_places, inputs.table_index, inputs.table_pages]  # fmt: skip
-        flat = self.to_device([number for part in parts for number in part])
-        return SentInputs(*flat.split([len(part) for part in parts]))
+        # Each part begins on 16 bytes: Triton compiles a kernel again for pointers that do not.
+        padded = [part + [0] * (len(part) % 2) for part in parts]
+        flat = self.to_device([number for part in padded for number in part])
+        views = flat.split([len(part) for part in padded])
+        return SentInputs(*(view[: len(part)] for view, part in zip(views, parts, strict=True)))
 
     def to_device(self, numbers: list[int]) -> Tensor:
         host = torch.tensor(numbers, dtype=torch.int64)

@@ -114,8 +114,13 @@ class Detokenizer:
 
     def _context(self, prompt_ids: list[int]) -> list[int]:
         """The fewest last tokens of the prompt that are whole characters, or none."""
-        token_ids = [token_id for token_id in prompt_ids if not self._is_silent(token_id)]
-        for end in range(len(token_ids), 0, -1):  # a prompt may end within a character
+        token_ids: list[int] = []
+        for token_id in reversed(prompt_ids):  # the last token is enough nearly always
+            if not self._is_silent(token_id):
+                token_ids.insert(0, token_id)
+                if UNFINISHED not in self._decode(token_ids):
+                    return token_ids
+        for end in range(len(token_ids) - 1, 0, -1):  # the prompt ends within a character
             for start in range(end - 1, -1, -1):
                 if UNFINISHED not in self._decode(token_ids[start:end]):
                     return token_ids[start:end]

@@ -44,10 +44,14 @@ def warm_up(engine: Engine, on_part: Progress = silent) -> None:
 
 
 def token_counts(engine: Engine) -> Iterator[int]:
-    """One step in each range of the kernels' table, as far as steps and the cache go."""
+    """Steps in each range of the kernels' table, as far as steps and the cache go.
+
+    Two for each: Triton compiles a kernel once for sizes that 16 divides, and once for others.
+    """
     most = min(engine.options.budget, engine.memory.kv_tokens // 2)
     counts = {*BUCKETS, 4 * BUCKETS[-1], most}
-    yield from sorted(count for count in counts if count <= most)
+    counts |= {count - 1 for count in counts}
+    yield from sorted(count for count in counts if 2 <= count <= most)
 
 
 def sizes_to_capture(sequences: int) -> list[int]:

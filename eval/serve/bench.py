@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ class Plan:
     endpoint: str = "chat"
     prompt_len: int = 128
     new_tokens: int = 256
+    vary: float = 0.0  # answers have up to this share more or fewer tokens
     prompts: Path | None = None
     api_key: str | None = None
     seed: int = 0
@@ -34,6 +36,15 @@ class Plan:
     limits: Limits | None = None
     timeout: float = 600.0
     warm_up: int | None = None  # requests before each load; None: as many as it has streams
+
+    def tokens_of(self, number: int) -> int:
+        """Of the answer to a request of a load, by chance but the same every time."""
+        share = random.Random(f"{self.seed} {number}").uniform(1 - self.vary, 1 + self.vary)
+        return max(1, round(self.new_tokens * share))
+
+    @property
+    def most_tokens(self) -> int:
+        return round(self.new_tokens * (1 + self.vary))
 
 
 @dataclass(frozen=True)
@@ -70,9 +81,9 @@ async def _prompts(client: Client, facts: Facts, plan: Plan) -> Prompts:
     if plan.prompts is not None:
         return await file_prompts(client, facts, plan.prompts, plan.endpoint, plan.prompt_len)
     most = facts.max_context
-    if most is not None and plan.prompt_len + plan.new_tokens > most:
+    if most is not None and plan.prompt_len + plan.most_tokens > most:
         raise InputError(
-            f"--prompt-len {plan.prompt_len} and --new-tokens {plan.new_tokens} are more than the {most} tokens "
+            f"--prompt-len {plan.prompt_len} and --new-tokens {plan.most_tokens} are more than the {most} tokens "
             f"that {facts.model} takes; choose smaller ones"
         )
     return await synthetic_prompts(client, facts, plan.endpoint, plan.prompt_len, plan.seed)
@@ -95,10 +106,11 @@ async def _warm_up(client: Client, maker: RequestMaker, plan: Plan, load: Load, 
 
 async def _measure(client: Client, maker: RequestMaker, plan: Plan, load: Load, sent: int, facts: Facts) -> ServeRow:
     def body(number: int) -> bytes:
-        return maker.body(sent + number, plan.new_tokens)
+        return maker.body(sent + number, plan.tokens_of(number))
 
     measured = await measure(client, maker.path, body, load, plan.seed)
-    return ServeRow(facts, plan.endpoint, plan.new_tokens, plan.limits, measured)
+    least = plan.new_tokens if not plan.vary else 0  # of varied answers nobody knows how long they should be
+    return ServeRow(facts, plan.endpoint, least, plan.limits, measured)
 
 
 def _notes(prompts: Prompts, sent: int) -> list[str]:

@@ -36,7 +36,7 @@ class ServeRow:
 
     facts: Facts
     endpoint: str
-    new_tokens: int  # asked for
+    new_tokens: int  # at least asked for
     limits: Limits | None
     measured: Measured
 

@@ -24,6 +24,7 @@ COMMANDS = (
     "serve",
     "eval",
     "bench",
+    "compare",
     "demo",
 )
 

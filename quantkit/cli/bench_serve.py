@@ -37,6 +37,7 @@ _GOODPUT = "Limits of a good answer: ttft, tpot, itl, e2e."
 @click.option("--ramp-up", default=0.0, metavar="S", help="Begin the streams one by one over S seconds, then count.")
 @click.option("--prompt-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Of every answer.")
+@click.option("--vary", default=0.0, metavar="SHARE", help="Answers up to this share longer or shorter, such as 0.5.")
 @click.option("--prompts", type=Path, metavar="FILE", help=_PROMPTS)
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, metavar="KEY", help="Sent as a bearer token.")
 @click.option("--seed", default=0, show_default=True, help="Of prompts and arrivals.")
@@ -74,9 +75,9 @@ def serve_command(output: Path | None, no_save: bool, plot: Path | None, as_json
             append(path, row)
 
     report = asyncio.run(run_bench(plan, on_row, _announce))
-    title = f"{report.facts.model}: {plan.endpoint}, {plan.prompt_len} + {plan.new_tokens} tokens"
-    if plan.prompts is not None:
-        title = f"{report.facts.model}: {plan.endpoint}, prompts of {plan.prompts.name} + {plan.new_tokens} tokens"
+    asked = f"{plan.prompt_len}" if plan.prompts is None else f"prompts of {plan.prompts.name}"
+    about = f" ± {plan.vary:.0%}" if plan.vary else ""
+    title = f"{report.facts.model}: {plan.endpoint}, {asked} + {plan.new_tokens}{about} tokens"
     if plot is not None:
         write_plot(plot, title, report.rows)
     if as_json:
@@ -109,6 +110,8 @@ def _plan(options: dict[str, Any]) -> Plan:
         seconds,
         ramp_up,
     )
+    if not 0 <= options["vary"] < 1:
+        raise InputError(f"--vary is {options['vary']:g}, but must be 0 or more and below 1")
     goodput = options.pop("goodput")
     return Plan(loads=tuple(loads), limits=Limits.parse(goodput) if goodput is not None else None, **options)
 

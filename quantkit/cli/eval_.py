@@ -7,98 +7,147 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.common import json_option, print_json, progress_bar
+from quantkit.cli.common import json_option, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from quantkit.eval.divergence import Divergence
-    from quantkit.eval.perplexity import Perplexity
+    from quantkit.eval.quality.layer_errors import LayerErrors
+    from quantkit.eval.quality.measure import QualityResult
+    from quantkit.eval.quality.predictors import Predictor
+
+_KL_WINDOWS = 8
+_WORST = 8  # linears printed; JSON has all
+_COUNT = click.IntRange(min=1)
+_TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
 
 
-@click.command("eval", short_help="Measure perplexity, and KL divergence from a base model.")
+@click.command("eval", short_help="Measure what a model knows, and what quantization changed.")
 @click.argument("model")
-@click.option("--text", type=Path, metavar="FILE", help="A UTF-8 text; default: the held-out text that ships.")
+@click.option("--text", metavar="FILE", help="A UTF-8 text, wikitext2 or c4; default: the held-out text that ships.")
 @click.option("--window", default=1024, show_default=True, metavar="N", help="Tokens per window.")
-@click.option("--max-windows", type=click.IntRange(min=1), metavar="N", help="Stop after N windows; default: all.")
+@click.option("--max-windows", type=_COUNT, metavar="N", help="Stop after N windows; default: all.")
 @click.option("--base", metavar="MODEL", help="Also measure how far MODEL's predictions are from this one's.")
-@click.option("--kl-windows", type=click.IntRange(min=1), metavar="N", help="Windows compared with --base; default: 8.")
-@click.option(
-    "--exact-activations", is_flag=True, help="Round weights only, even where the format rounds activations too."
-)
-@click.option("--dtype", default="float32", show_default=True, help="Arithmetic: float32, bfloat16 or float16.")
+@click.option("--kl-windows", type=_COUNT, metavar="N", help=f"Windows compared with --base; default: {_KL_WINDOWS}.")
+@click.option("--layers", is_flag=True, help="Also find the layers that lose most against --base.")
+@click.option("--backend", type=click.Choice(["reference", "runtime"]),
+              help="transformers with decoded weights (the default), or our runtime with its kernels (for --tasks the "
+              "default).")  # fmt: skip
+@click.option("--step-tokens", type=_COUNT, metavar="N",
+              help="Runtime: feed windows in steps of N tokens; 1 takes the kernels of decoding.")  # fmt: skip
+@click.option("--exact-activations", is_flag=True,
+              help="Round weights only, even where the format rounds activations too.")  # fmt: skip
+@click.option("--dtype", help="float32, bfloat16 or float16; default: float32, for the runtime on a GPU the model's.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--tasks", metavar="NAMES", help="Run these lm-eval tasks instead, separated by commas.")
+@click.option("--limit", type=_COUNT, metavar="N", help="Tasks: the first N items of each.")
+@click.option("--fewshot", type=click.IntRange(min=0), metavar="N", help="Tasks: examples before each question.")
+@click.option("--task-path", type=Path, metavar="DIR", help="Tasks: a folder with more task files.")
+@click.option("--chat-template", is_flag=True, help="Tasks: ask through the model's chat template.")
 @json_option
-def command(
-    model: str,
-    text: Path | None,
-    window: int,
-    max_windows: int | None,
-    base: str | None,
-    kl_windows: int | None,
-    exact_activations: bool,
-    dtype: str,
-    device: str,
-    as_json: bool,
-) -> None:
-    """Perplexity of MODEL, quantized or not: weights decoded, activations rounded as an engine would.
+def command(model: str, base: str | None, tasks: str | None, as_json: bool, **options: Any) -> None:
+    """Perplexity of MODEL, quantized or not, with 95 % confidence intervals; its distance from --base; or task scores.
 
     \b
     quantkit eval demo
-    quantkit eval demo-w4 --text my.txt --window 512 --json
-    quantkit eval demo-w4 --base demo
+    quantkit eval demo-w4 --base demo --layers
+    quantkit eval demo-w4 --base demo --backend runtime --device cuda
+    quantkit eval org/model --text wikitext2 --window 2048 --json
+    quantkit eval demo-w4 --tasks arc_easy,hellaswag --limit 100
 
     Protocol: text as it is, no special tokens, windows do not overlap, the first token of a window is not scored.
+    docs/eval.md says which number to look at.
     """
-    if kl_windows and not base:
-        raise click.UsageError("--kl-windows compares with another model; name it with --base")
-    activations = "exact" if exact_activations else "served"
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "activations": activations}
-    perplexity, divergence = _measure(model, base, text, window, max_windows, kl_windows or 8, how)
-    if as_json:
-        compared = {"base": base, "divergence": divergence.to_dict()} if divergence else {}
-        print_json({"model": model} | perplexity.to_dict() | how | compared)
+    asked_of_tasks = {name: options.pop(name) for name in _TASK_OPTIONS}
+    if tasks is not None:
+        _evaluate_tasks(model, tasks, asked_of_tasks, options | {"base": base}, as_json)
         return
-    click.echo(
-        f"perplexity {perplexity.perplexity:.4f} ({perplexity.bits_per_byte:.4f} bits per byte) on {perplexity.text}: "
-        f"{perplexity.windows} windows of {window} tokens, {dtype}, activations {'as ' * (not exact_activations)}"
-        f"{activations}"
-    )
-    if divergence:
-        click.echo(
-            f"KL divergence {divergence.kl:.5f} nats per token from {base}, {divergence.top1_agreement:.2%} of first "
-            f"choices the same: {divergence.windows} windows"
-        )
+    options["backend"] = options["backend"] or "reference"
+    _check_options(asked_of_tasks, base, options)
+    result, layers = _measure(model, base, options)
+    if as_json:
+        more = {"layers": layers.to_dict()} if layers else {}
+        print_json({"model": model, "base": base} | result.to_dict() | more)
+    else:
+        _print(result, layers, base)
 
 
-def _measure(
-    model: str,
-    base: str | None,
-    text: Path | None,
-    window: int,
-    max_windows: int | None,
-    kl_windows: int,
-    how: dict[str, Any],
-) -> tuple[Perplexity, Divergence | None]:
-    """`how`: keyword arguments of load_reference."""
+def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
+    for name in ("text", "max_windows", "base", "kl_windows", "layers", "step_tokens", "exact_activations"):
+        if options[name]:
+            raise click.UsageError(f"{_flag(name)} is about perplexity, which --tasks does not measure; leave one out")
+    from quantkit.cli.eval_tasks import evaluate_tasks
+
+    device, backend = options["device"], options["backend"] or "runtime"
+    dtype = options["dtype"] or ("bfloat16" if backend == "runtime" and device != "cpu" else "float32")
+    evaluate_tasks(model, tasks, **asked, device=device, dtype=dtype, backend=backend, as_json=as_json)
+
+
+def _check_options(asked_of_tasks: dict[str, Any], base: str | None, options: dict[str, Any]) -> None:
+    """Refuses options that would have no effect."""
+    for name, value in asked_of_tasks.items():
+        if value is not None and value is not False:
+            raise click.UsageError(f"{_flag(name)} is about tasks; name them with --tasks")
+    for name in ("kl_windows", "layers"):
+        if options[name] and not base:
+            raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")
+    if options["step_tokens"] and options["backend"] != "runtime":
+        raise click.UsageError("--step-tokens is about the runtime; add --backend runtime")
+    if options["exact_activations"] and options["backend"] == "runtime":
+        raise click.UsageError("--exact-activations needs --backend reference; the runtime rounds as the format says")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[QualityResult, LayerErrors | None]:
     from quantkit.bundled import HELDOUT_TEXT
-    from quantkit.eval.divergence import measure_divergence
-    from quantkit.eval.perplexity import measure_perplexity
-    from quantkit.reference import load_reference, load_tokenizer
+    from quantkit.eval.quality.layer_errors import layer_errors
+    from quantkit.eval.quality.measure import measure_quality
+    from quantkit.eval.quality.windows import check_source, read_windows
+    from quantkit.reference import load_tokenizer
+    from quantkit.sources import model_folder
 
-    text = text or HELDOUT_TEXT
-    with progress_bar("loading") as advance:
-        loaded = load_reference(model, **how, on_tensor=advance)
-    tokenizer = load_tokenizer(model)
-    divergence = None
-    if base:
-        with progress_bar("loading base") as advance:
-            base_model = load_reference(base, **how, on_tensor=advance)
-        with progress_bar("KL windows") as advance:
-            divergence = measure_divergence(
-                base_model, loaded, tokenizer, text, window=window, max_windows=kl_windows, on_window=advance
-            )
-        del base_model
+    source, window = options["text"] or HELDOUT_TEXT, options["window"]
+    check_source(source)
+    model_folder(base or model)  # what is not there is told before minutes of loading
+    predictor = _load("loading", model, options)
+    windows = read_windows(load_tokenizer(model), source, window=window, max_windows=options["max_windows"])
+    reference = _load("loading base", base, options) if base else None
+    compared = options["kl_windows"] or _KL_WINDOWS
     with progress_bar("windows") as advance:
-        perplexity = measure_perplexity(
-            loaded, tokenizer, text, window=window, max_windows=max_windows, on_window=advance
-        )
-    return perplexity, divergence
+        result = measure_quality(predictor, windows, reference, base_windows=compared, on_window=advance)
+    if not (base and options["layers"]):
+        return result, None
+    del predictor, reference  # their memory: blocks are loaded one by one
+    with progress_bar("layers") as advance:
+        return result, layer_errors(base, model, windows.first(compared).ids, options["device"], advance)
+
+
+def _load(label: str, model: str, options: dict[str, Any]) -> Predictor:
+    from quantkit.eval.quality.predictors import load_predictor
+
+    activations = "exact" if options["exact_activations"] else "served"
+    how = {name: options[name] for name in ("backend", "window", "dtype", "device", "step_tokens")}
+    with progress_bar(label) as advance:
+        return load_predictor(model, **how, activations=activations, on_part=advance)
+
+
+def _print(result: QualityResult, layers: LayerErrors | None, base: str | None) -> None:
+    click.echo(f"perplexity {result.perplexity.text('.4f')}, {result.bits_per_byte.text('.4f')} bits per byte")
+    if result.kl and result.kl_p99 and result.top1_agreement and result.perplexity_ratio:
+        click.echo(f"against {base} on the first {result.compared_windows} of the windows:")
+        worst = f"99 of 100 tokens up to {result.kl_p99.text('.4f')}"
+        click.echo(f"  KL divergence {result.kl.text('.5f')} nats per token, {worst}")
+        click.echo(f"  first choice the same for {result.top1_agreement.text('.2%')} of tokens")
+        click.echo(f"  perplexity times {result.perplexity_ratio.text('.4f')}")
+    if layers:
+        rows = [
+            (str(one.layer), one.linear, f"{one.error:.4f}", f"{layers.blocks[one.layer]:.4f}")
+            for one in layers.worst(_WORST)
+        ]
+        columns = ("layer", "linear", "its own relative error", "accumulated behind the block")
+        print_table("Where most is lost", columns, rows)
+    meaning = "one window: not enough windows for intervals"
+    if result.windows > 1:
+        meaning = "[ ]: 95 % confidence interval, bootstrap over windows"
+    click.echo(f"{meaning}\n{result.protocol}\n{result.arithmetic}")

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -220,6 +221,7 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@cache
 def package_version() -> str:
     try:
         return version("quantkit")

@@ -131,6 +131,7 @@ def test_a_server_that_is_not_there(run_cli: Cli) -> None:
         (("--rate", "-1"), "above 0"),
         (("--seconds", "0"), "above 0"),
         (("--ramp-up", "-1"), "0 or more"),
+        (("--vary", "1"), "below 1"),
         (("--ramp-up", "1", "--rate", "2"), "--concurrency"),
         (("--timeout", "nan"), "above 0"),
         (("--goodput", "tftt=3"), "did you mean 'ttft'"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from quantkit.errors import InputError
 from quantkit.eval.serve.answers import Answer, AnswerReader, Failure
+from quantkit.eval.serve.bench import Plan
 from quantkit.eval.serve.client import Target
 from quantkit.eval.serve.facts import Facts
 from quantkit.eval.serve.loads import Limits, Load, make_loads
@@ -263,3 +264,13 @@ def test_prompts_of_files() -> None:
     assert _cut(list("abcdefg"), 3) == ("a b c", "d e f")
     assert _cut(list("abcdefgh"), 3) == ("a b c", "d e f", "g h")
     assert _cut(["a"], 3) == ("a",)
+
+
+def test_varied_answers_have_their_lengths_by_number() -> None:
+    plan = Plan(url="http://x", loads=(), new_tokens=100, vary=0.5, seed=3)
+    lengths = [plan.tokens_of(number) for number in range(2000)]
+    assert lengths == [plan.tokens_of(number) for number in range(2000)]
+    assert 50 <= min(lengths) < 55
+    assert 145 < max(lengths) <= 150 == plan.most_tokens
+    assert 98 < sum(lengths) / len(lengths) < 102
+    assert Plan(url="http://x", loads=(), new_tokens=7).tokens_of(5) == 7

@@ -124,13 +124,6 @@ def test_bench_engine(run_cli: Cli, tmp_path: Path) -> None:
     assert set(found["rows"][0]["stages_s"]) >= {"weights", "cache"}
 
 
-def test_demo_on_a_few_windows(run_cli: Cli, tmp_path: Path) -> None:
-    code, out, err = run_cli("demo", "-o", tmp_path / "demo", "--max-windows", 2)
-    assert (code, err) == (0, "")
-    for word in ("bfloat16", "llm-int8", "nf4", "rtn-w4g128", "rtn-w3g128", "bits/weight"):
-        assert word in out
-
-
 def test_module_entry_and_closed_pipe() -> None:
     run = subprocess.run([sys.executable, "-m", "quantkit", "recipes"], capture_output=True, text=True, check=True)
     assert "nf4" in run.stdout

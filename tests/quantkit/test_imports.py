@@ -56,7 +56,9 @@ ALLOWED["runtime"] = {
     "strict_yaml",
     "wording",
 }
-ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection"}
+ALLOWED["eval"] = (
+    ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection", "planning"}
+)
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
 EVERYWHERE = {"errors", "progress"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import quantkit
 from quantkit import load_reference
 from quantkit.arch import FAMILIES
 from quantkit.errors import InputError
@@ -98,4 +99,20 @@ def test_a_failing_step_frees_its_pages(tiny_model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(engine.runner.decoder, "logits", fail)
     with pytest.raises(RuntimeError):
         score_tokens(engine, IDS)
+    engine.scheduler.pool.check_integrity([])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("step", [1, 7, 64, None])
+def test_kernels_give_the_logits_of_the_reference(step: int | None, tmp_path: Path) -> None:
+    """bfloat16 on both sides, NF4 weights: the difference is rounding."""
+    quantkit.quantize("demo", "nf4", tmp_path / "nf4", quality_windows=0)
+    options = EngineOptions(device="cuda", max_context=256, kv_tokens=256, max_sequences=1, graphs=False)
+    engine = start_engine(tmp_path / "nf4", options, text=False)
+    ids = IDS.repeat(3)
+    with torch.no_grad():
+        wanted = load_reference(tmp_path / "nf4", "bfloat16", "cuda")(ids[None].cuda(), use_cache=False).logits[0]
+    found = score_tokens(engine, ids, step)
+    assert float((found.float() - wanted.float()).norm() / wanted.float().norm()) < 2e-2
     engine.scheduler.pool.check_integrity([])

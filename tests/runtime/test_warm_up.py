@@ -72,7 +72,7 @@ def test_graph_sizes_to_capture() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_no_graph_is_captured_later() -> None:
-    llm = LLM("demo", device="cuda", memory_share=0.2, max_context=512, max_sequences=32, warm_up=True)
+    llm = LLM("demo", device="cuda", kv_tokens=50_000, max_context=512, max_sequences=32, warm_up=True)
     graphs = llm.engine.runner._graphs
     assert graphs is not None
     before = set(graphs._graphs)

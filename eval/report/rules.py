@@ -1,0 +1,170 @@
+"""Which format for which need, by rules that the report prints.
+
+A format is acceptable when its perplexity is at most `ACCEPTABLE_RATIO` times the unquantized model's. Smallest: the
+fewest bytes of the acceptable quantized formats. Fastest: the most tokens per second for the fewest requests at once
+that were measured, of all acceptable formats, the unquantized one too. Best quality: the least KL divergence of the
+acceptable quantized formats that save at least `WORTHWHILE_SAVING` of the bytes. A format that failed is never
+recommended. Where quality was not measured, everything counts as acceptable (`sentences.py` says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from quantkit.eval.compare.results import Comparison, FormatResult, Speed
+from quantkit.eval.quality.bootstrap import Interval
+
+ACCEPTABLE_RATIO = 1.05
+WORTHWHILE_SAVING = 0.25
+SAME_SPEED = 0.05  # speeds are measured once, so they have no interval: what is closer than this is a tie
+SMALLEST, FASTEST, BEST = NEEDS = ("smallest", "fastest", "best quality")
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The format for a need; None where none meets the rule."""
+
+    need: str
+    format: str | None
+    ties: tuple[str, ...] = ()  # formats that cannot be told apart from it in this respect
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the rules say of a comparison; formats by name."""
+
+    picks: tuple[Pick, ...]  # one for each of NEEDS
+    acceptable: tuple[str, ...]
+    unacceptable: tuple[str, ...]
+    unjudged: tuple[str, ...]  # without quality where others have it: never recommended
+    borderline: tuple[str, ...]  # acceptable or not, but the interval holds the limit
+    failed: tuple[str, ...]
+    quality_measured: bool
+    batch: int | None  # requests at once that the fastest is about
+
+    def pick(self, need: str) -> Pick:
+        return next(pick for pick in self.picks if pick.need == need)
+
+
+def choose(comparison: Comparison) -> Choice:
+    whole = [found for found in comparison.formats if found.error is None]
+    measured = any(ratio_of(found) is not None for found in whole if not found.baseline)
+    acceptable = [found for found in whole if not measured or is_acceptable(found)]
+    batch = first_batch(acceptable)
+    picks = (
+        _smallest([found for found in acceptable if not found.baseline]),
+        _fastest(acceptable, batch),
+        _best(comparison, acceptable),
+    )
+    return Choice(
+        picks=picks,
+        acceptable=_names(acceptable),
+        unacceptable=_names(found for found in whole if found not in acceptable and ratio_of(found) is not None),
+        unjudged=_names(found for found in whole if found not in acceptable and ratio_of(found) is None),
+        borderline=_names(found for found in whole if _is_borderline(found)),
+        failed=_names(found for found in comparison.formats if found.error is not None),
+        quality_measured=measured,
+        batch=batch,
+    )
+
+
+def rules() -> tuple[str, ...]:
+    """The rules as the report prints them."""
+    limit, saving, tie = (f"{100 * share:.0f} %" for share in (ACCEPTABLE_RATIO - 1, WORTHWHILE_SAVING, SAME_SPEED))
+    return (
+        f"Acceptable: perplexity at most {limit} above the unquantized model's.",
+        "Smallest: the fewest bytes among acceptable quantized formats.",
+        "Fastest: the most tokens per second at the smallest batch that was measured, among acceptable formats and the "
+        "unquantized model.",
+        f"Best quality: the least KL divergence among acceptable quantized formats that save at least {saving} of the "
+        "bytes.",
+        "A tie in quality: each value lies within the other's confidence interval. "
+        f"A tie in speed: less than {tie} apart, since each load was timed once.",
+        "A format that failed is never recommended.",
+    )
+
+
+def is_acceptable(found: FormatResult) -> bool:
+    ratio = ratio_of(found)
+    return found.baseline or (ratio is not None and ratio.value <= ACCEPTABLE_RATIO)
+
+
+def ratio_of(found: FormatResult) -> Interval | None:
+    return None if found.quality is None else found.quality.perplexity_ratio
+
+
+def divergence_of(found: FormatResult) -> Interval | None:
+    return None if found.quality is None else found.quality.kl
+
+
+def speed_at(found: FormatResult, batch: int | None) -> Speed | None:
+    speeds = found.running.speeds if found.running else ()
+    return next((speed for speed in speeds if speed.batch == batch), None)
+
+
+def first_batch(formats: Sequence[FormatResult]) -> int | None:
+    """The fewest requests at once that were measured."""
+    return min((speed.batch for found in formats if found.running for speed in found.running.speeds), default=None)
+
+
+def _smallest(formats: Sequence[FormatResult]) -> Pick:
+    sized = [found for found in formats if found.size is not None]
+    return _pick(SMALLEST, sized, lambda found: found.size.bytes if found.size else 0, lambda one, other: False)
+
+
+def _fastest(formats: Sequence[FormatResult], batch: int | None) -> Pick:
+    def rate(found: FormatResult) -> float:
+        speed = speed_at(found, batch)
+        return speed.tokens_per_second if speed else 0.0
+
+    timed = [found for found in formats if rate(found) > 0]
+    return _pick(
+        FASTEST, timed, lambda found: -rate(found), lambda one, other: rate(other) > (1 - SAME_SPEED) * rate(one)
+    )
+
+
+def _best(comparison: Comparison, formats: Sequence[FormatResult]) -> Pick:
+    base = comparison.baseline.size if comparison.baseline else None
+    most = (1 - WORTHWHILE_SAVING) * base.bytes if base else 0
+    saving = [found for found in formats if not found.baseline and found.size and found.size.bytes <= most]
+    known = {found.name: kl for found in saving if (kl := divergence_of(found)) is not None}
+    candidates = [found for found in saving if found.name in known]
+    return _pick(
+        BEST,
+        candidates,
+        lambda found: known[found.name].value,
+        lambda one, other: _within(known[one.name], known[other.name]),
+    )
+
+
+def _pick(
+    need: str,
+    formats: Sequence[FormatResult],
+    cost: Callable[[FormatResult], float],
+    same: Callable[[FormatResult, FormatResult], bool],
+) -> Pick:
+    """The format of the least cost; the first of equals, so that the order of recipes decides."""
+    if not formats:
+        return Pick(need, None)
+    best = min(formats, key=cost)
+    ties = (found for found in formats if found is not best and (cost(found) == cost(best) or same(best, found)))
+    return Pick(need, best.name, _names(ties))
+
+
+def _within(one: Interval, other: Interval) -> bool:
+    """Each value lies within the other's interval."""
+    return _holds(one, other.value) and _holds(other, one.value)
+
+
+def _holds(interval: Interval, value: float) -> bool:
+    return interval.low is not None and interval.high is not None and interval.low <= value <= interval.high
+
+
+def _is_borderline(found: FormatResult) -> bool:
+    ratio = ratio_of(found)
+    return not found.baseline and ratio is not None and _holds(ratio, ACCEPTABLE_RATIO)
+
+
+def _names(formats: Iterable[FormatResult]) -> tuple[str, ...]:
+    return tuple(found.name for found in formats)

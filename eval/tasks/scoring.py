@@ -1,0 +1,121 @@
+"""Log-probabilities of given tokens from the engine, many requests at a time.
+
+A continuation is forced: the engine answers a prompt, a guide leaves it one token to choose from, and the
+log-probability that it reports is the model's own, before the guide. No token is computed for nothing, and prompts use
+the prefix cache: the choices of an item share their context. A long continuation would take too many steps that way;
+all of it but its last token is then part of the prompt, whose log-probabilities the engine computes without the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.progress import Progress, silent
+from quantkit.runtime.engine import Delta, Engine, Request
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.sequence import Guide
+
+MOST_FORCED = 16  # tokens of a continuation
+_IN_FLIGHT = 4  # requests handed over at a time, for each that can run: enough to fill every step
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A continuation as the model sees it."""
+
+    logprob: float  # of all its tokens together
+    greedy: bool  # whether each of them is the model's first choice
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to the engine. `item` is its place in the caller's list."""
+
+    item: int
+    prompt: list[int]
+    params: SamplingParams
+    guides: tuple[Guide, ...] = ()
+
+
+class ForcedTokens:
+    """A guide that leaves one token to choose from."""
+
+    def __init__(self, tokens: list[int], vocab: int) -> None:
+        self._tokens = tokens
+        self._vocab = vocab
+        self._next = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._next == len(self._tokens)
+
+    def mask(self) -> Tensor:
+        allowed = torch.zeros(self._vocab, dtype=torch.bool)
+        allowed[self._tokens[self._next]] = True
+        return allowed
+
+    def advance(self, token: int) -> None:
+        assert token == self._tokens[self._next]
+        self._next += 1
+
+
+def score(engine: Engine, pairs: list[tuple[list[int], list[int]]], on_item: Progress = silent) -> list[Scored]:
+    """Of (context, continuation), neither of them empty, in the order given."""
+    by_context = sorted(range(len(pairs)), key=lambda item: (-len(pairs[item][0]), pairs[item][0]))
+    scored: dict[int, Scored] = {}
+    jobs = (_scoring_job(engine, item, *pairs[item]) for item in by_context)
+    for job, request, deltas in run_jobs(engine, jobs):
+        scored[job.item] = _scored(request, deltas, pairs[job.item][1])
+        on_item("", len(pairs))
+    return [scored[item] for item in range(len(pairs))]
+
+
+def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[tuple[Job, Request, list[Delta]]]:
+    """Every job with its request and all that came for it, as they finish. Only a few are in memory at a time."""
+    waiting = iter(jobs)
+    running: dict[int, tuple[Job, Request, list[Delta]]] = {}
+    most = _IN_FLIGHT * engine.options.sequences
+    try:
+        while True:
+            while len(running) < most and (job := next(waiting, None)) is not None:
+                request = engine.add(job.prompt, job.params, guides=job.guides)
+                running[request.id] = (job, request, [])
+            if not running:
+                return
+            for delta in engine.step():
+                running[delta.request][2].append(delta)
+            for done in [found for found in running.values() if found[1].finished]:
+                del running[done[1].id]
+                yield done
+    finally:
+        for _, request, _ in running.values():  # an error, an interrupt: leave nothing behind
+            engine.abort(request.id)
+        engine.drain()
+
+
+def _scoring_job(engine: Engine, item: int, context: list[int], continuation: list[int]) -> Job:
+    forced = len(continuation) if len(continuation) <= MOST_FORCED else 1
+    params = SamplingParams(
+        max_tokens=forced,
+        ignore_eos=True,  # a continuation may hold end tokens
+        logprobs=1,
+        prompt_logprobs=None if forced == len(continuation) else 1,
+    )
+    tokens = context + continuation
+    return Job(item, tokens[:-forced], params, (ForcedTokens(tokens[-forced:], engine.config.vocab),))
+
+
+def _scored(request: Request, deltas: list[Delta], continuation: list[int]) -> Scored:
+    logprobs = [value for part in request.prompt_logprobs for value in part.logprobs]
+    first = [row[0][0] for part in request.prompt_logprobs for row in part.top]
+    for delta in deltas:
+        assert delta.logprob is not None
+        assert delta.top
+        logprobs.append(delta.logprob)
+        first.append(delta.top[0][0])
+    count = len(continuation)
+    return Scored(sum(logprobs[-count:]), first[-count:] == continuation)

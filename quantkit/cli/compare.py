@@ -1,0 +1,190 @@
+"""quantkit compare"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli.common import json_option, print_json, print_table
+from quantkit.errors import InputError, QuantkitError
+from quantkit.wording import human_bytes
+
+if TYPE_CHECKING:
+    from quantkit.eval.compare.asked import Asked
+    from quantkit.eval.compare.results import Comparison, FormatResult
+
+DEFAULT_RECIPES = ("llm-int8", "fp8", "nf4", "gptq-w4g128", "awq-w4g128", "gptq-w3g128")
+_CPU_BATCHES, _GPU_BATCHES = "1,4", "1,8,32,256"
+_CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
+
+
+@click.command("compare", short_help="Every format of a model: quality, speed and memory, in one report.")
+@click.argument("model")
+@click.option("-r", "--recipe", "recipes", multiple=True, metavar="RECIPE", help="May be given several times.")
+@click.option("-c", "--checkpoint", "checkpoints", multiple=True, metavar="DIR", help="Also this one, made elsewhere.")
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder of the report; run again to go on.")
+@click.option("--text", metavar="FILE", help="Quality: a text, wikitext2 or c4; default: the held-out text that ships.")
+@click.option("--windows", default=32, show_default=True, type=click.IntRange(min=1), help="Of text, for quality.")
+@click.option("--window", default=1024, show_default=True, type=click.IntRange(min=2), help="Tokens of a window.")
+@click.option("--calibration", metavar="SOURCE", help="As --text of `quantkit quantize`, for all recipes alike.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
+@click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens of a calibration sequence.")
+@click.option("--batch", metavar="N,...", help=f"Requests at once; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}.")
+@click.option("--new-tokens", type=click.IntRange(min=1), metavar="N", help="Of an answer: 256, on a CPU 32.")
+@click.option("--no-reference", is_flag=True, help="Measure quality on quantkit's runtime only, not on transformers.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
+@click.option("--seed", default=0, show_default=True, help="Of calibration, prompts and intervals.")
+@json_option
+def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **options: Any) -> None:
+    """Quantize MODEL by every recipe, measure each the same way, and write report.html.
+
+    \b
+    quantkit compare demo -o demo-report
+    quantkit compare org/model -r gptq-w4g128 -r nf4 -o report --text wikitext2
+    quantkit compare org/model -c model-from-elsewhere -o report --calibration my.jsonl
+    quantkit compare llama-3.1-8b -o shape-report        # speed and memory of a shape, with random weights
+
+    MODEL is a folder, a hub name, `demo`, or the name of a shape. Without -r: the usual six formats. What is measured
+    is kept: the same command goes on where it was. The folder holds report.html (works offline), report.md,
+    report.json, charts as PNG, and the checkpoints.
+    """
+    comparison, page = run_comparison(model, recipes or DEFAULT_RECIPES, output, options)
+    if as_json:
+        print_json(as_report_json(comparison))
+    else:
+        print_comparison(comparison, page)
+    refuse_if_all_failed(comparison)
+
+
+def run_comparison(model: str, recipes: Sequence[str], output: str, options: dict[str, Any]) -> tuple[Comparison, Path]:
+    """Measures and writes the report; its page comes back too."""
+    from quantkit.eval.compare.run import check, compare, entries_of
+    from quantkit.eval.report.write import write_report
+
+    asked = _asked(model, options)
+    entries = entries_of(asked, recipes, options.get("checkpoints", ()))
+    check(asked, entries)
+    with _Bar(len(entries)) as bar:
+        comparison = compare(
+            asked, entries, Path(output), _again(), on_part=bar.part, on_format=lambda found, total: bar.done(found)
+        )
+    return comparison, write_report(comparison, Path(output))
+
+
+def _asked(model: str, options: dict[str, Any]) -> Asked:
+    from quantkit.bundled import HELDOUT_TEXT
+    from quantkit.eval.compare.asked import Asked
+    from quantkit.reference import resolve_device
+
+    device = resolve_device(options.get("device", "auto"))
+    gpu = device != "cpu"
+    prompt, new = _GPU_TOKENS if gpu else _CPU_TOKENS
+    return Asked(
+        model=model,
+        text=options.get("text") or str(HELDOUT_TEXT),
+        windows=options.get("windows", 32),
+        window=options.get("window", 1024),
+        calibration_text=options.get("calibration"),
+        samples=options.get("samples"),
+        seq_len=options.get("seq_len"),
+        batches=_batches(options.get("batch") or (_GPU_BATCHES if gpu else _CPU_BATCHES)),
+        prompt=prompt,
+        new=options.get("new_tokens") or new,
+        device=device,
+        reference=not options.get("no_reference", False),
+        seed=options.get("seed", 0),
+    )
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        raise InputError(f"--batch is '{text}', but takes whole numbers such as 1,8,32") from None
+
+
+def _again() -> str:
+    """The command that was given."""
+    import sys
+
+    return shlex.join(["quantkit", *sys.argv[1:]])
+
+
+class _Bar:
+    """A bar on stderr that names the format and what is being measured; quiet where nobody watches."""
+
+    def __init__(self, formats: int) -> None:
+        from rich import progress as bars
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("[dim]{task.fields[part]}"),
+        )
+        self._progress = bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("formats", total=formats, part="")
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def part(self, name: str, part: str) -> None:
+        self._progress.update(self._task, part=f"{name}: {part}")
+
+    def done(self, found: FormatResult) -> None:
+        self._progress.update(self._task, advance=1, part="")
+        if found.error:
+            self._progress.console.print(f"{found.name} failed: {found.error}", style="red", highlight=False)
+
+
+def as_report_json(comparison: Comparison) -> dict[str, Any]:
+    """What report.json holds."""
+    from quantkit.eval.report.verdict import judge
+
+    return comparison.to_dict() | {"verdict": judge(comparison).to_dict()}
+
+
+def print_comparison(comparison: Comparison, page: Path) -> None:
+    from quantkit.eval.report.verdict import judge
+
+    batches = sorted({speed.batch for found in comparison.formats if found.running for speed in found.running.speeds})
+    columns = ["format", "bytes", "bits/weight", "perplexity", "change", "KL", *(f"tokens/s x{n}" for n in batches)]
+    rows = [[found.name, *_cells(found, batches)] for found in comparison.formats]
+    print_table(f"{comparison.model} on {comparison.machine.device}", columns, rows)
+    for found in comparison.formats:
+        if found.error:
+            click.echo(f"{found.name} failed: {found.error}")
+    for note in comparison.notes:
+        click.echo(f"note: {note}")
+    click.echo("\n" + " ".join(judge(comparison).sentences))
+    click.echo(f"\nThe report: {page}")
+
+
+def _cells(found: FormatResult, batches: Sequence[int]) -> list[str]:
+    quality, size = found.quality, found.size
+    speeds = {speed.batch: f"{speed.tokens_per_second:,.0f}" for speed in found.running.speeds} if found.running else {}
+    ratio = quality.perplexity_ratio if quality else None
+    return [
+        human_bytes(size.bytes) if size else "-",
+        f"{size.bits_per_weight:.2f}" if size else "-",
+        f"{quality.perplexity.value:.3f}" if quality else "-",
+        f"{100 * (ratio.value - 1):+.2f} %" if ratio else "-",
+        f"{quality.kl.value:.4f}" if quality and quality.kl else "-",
+        *(speeds.get(batch, "-") for batch in batches),
+    ]
+
+
+def refuse_if_all_failed(comparison: Comparison) -> None:
+    if all(found.error for found in comparison.formats):
+        raise QuantkitError(f"every format failed; the first: {comparison.formats[0].error}")

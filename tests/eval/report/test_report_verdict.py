@@ -1,0 +1,148 @@
+"""The verdict: which format for which need, and what the two sentences say about it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quantkit.eval.compare.results import Comparison
+from quantkit.eval.report.rules import BEST, FASTEST, NEEDS, SMALLEST
+from quantkit.eval.report.verdict import judge
+
+BASE = {"size": 400, "ratio": 1.0, "kl": 0.0, "rate": 100.0}
+INT8 = {"size": 200, "ratio": 1.002, "kl": 0.001, "rate": 120.0}
+INT4 = {"size": 110, "ratio": 1.03, "kl": 0.03, "rate": 180.0}
+WORSE = INT4 | {"size": 111, "rate": 1.0}
+BAD = {"size": 60, "ratio": 9.0, "kl": 2.0, "rate": 300.0}
+
+# formats; smallest, fastest, best quality; what the sentences must say
+CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None], list[str]]] = {
+    "one format for each need": (
+        {"base": BASE, "int8": INT8, "int4": INT4, "bad": BAD},
+        ("int4", "int4", "int8"),
+        ["For the smallest model and the fastest answers at batch 1 take int4 (110 B, 28 % of base; 180 tokens/s, 1.80",
+         "for the best quality take int8 (KL divergence 0.00100, perplexity +0.20 %)", "at most 5 % more perplexity",
+         "which bad misses"],
+    ),
+    "the unquantized model is the fastest": (
+        {"base": BASE | {"rate": 500.0}, "int4": INT4},
+        ("int4", "base", "int4"),
+        ["for the fastest answers at batch 1 keep the unquantized base (500 tokens/s)", "which all of them keep"],
+    ),
+    "speeds closer than the rule are a tie": (
+        {"base": BASE, "int4": INT4, "nf4": INT4 | {"rate": 176.0, "size": 120, "kl": 0.05}},
+        ("int4", "int4", "int4"),
+        ["in speed nf4 cannot be told apart from int4 here"],
+    ),
+    "values within each other's interval are a tie": (
+        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.025, 0.035)}, "two": WORSE | {"kl": (0.031, 0.026, 0.036)}},
+        ("one", "one", "one"),
+        ["in quality two cannot be told apart from one here"],
+    ),
+    "a wide interval alone is no tie": (
+        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.029, 0.031)}, "two": WORSE | {"kl": (0.04, 0.02, 0.06)}},
+        ("one", "one", "one"),
+        [],
+    ),
+    "nothing is acceptable": (
+        {"base": BASE, "bad": BAD},
+        (None, "base", None),
+        ["No quantized format of HuggingFaceTB/SmolLM2-135M can be recommended: keep base.",
+         "No quantized format is acceptable here", "bad is the closest"],
+    ),
+    "the limit itself is acceptable": ({"base": BASE, "int4": INT4 | {"ratio": 1.05}}, ("int4", "int4", "int4"), []),
+    "an interval across the limit is said": (
+        {"base": BASE, "int4": INT4 | {"ratio": (1.04, 1.02, 1.06)}},
+        ("int4", "int4", "int4"),
+        ["for int4 the confidence interval reaches across that limit"],
+    ),
+    "what saves little is not named for quality": (
+        {"base": BASE, "int8": INT8 | {"size": 301}, "int4": INT4},
+        ("int4", "int4", "int4"),
+        [],
+    ),
+    "nothing saves enough": (
+        {"base": BASE, "int8": INT8 | {"size": 301}},
+        ("int8", "int8", None),
+        ["no acceptable format is known to save 25 % of the bytes"],
+    ),
+    "a format that failed is never named": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"error": "out of memory"}},
+        ("int8", "int8", "int8"),
+        ["int4 failed, the reason stands in the table"],
+    ),
+    "without quality only size and speed": (
+        {"base": {"size": 400, "rate": 100.0}, "int4": {"size": 110, "rate": 180.0}, "bad": {"size": 60, "rate": 90.0}},
+        ("bad", "int4", None),
+        ["Quality was not measured, so only size and speed are judged"],
+    ),
+    "a format whose quality is missing": (
+        {"base": BASE, "int8": INT8, "int4": {"size": 110, "rate": 180.0}},
+        ("int8", "int8", "int8"),
+        ["the quality of int4 was not measured"],
+    ),
+    "without speeds": (
+        {"base": BASE | {"rate": None}, "int4": INT4 | {"rate": None}},
+        ("int4", None, "int4"),
+        ["speed was not measured", "For the smallest model and the best quality take int4"],
+    ),
+    "the smallest batch that was measured": (
+        {"base": BASE | {"batch": 4}, "int4": INT4 | {"batch": 4}},
+        ("int4", "int4", "int4"),
+        ["the fastest answers at batch 4"],
+    ),
+    "equal bytes": (
+        {"base": BASE, "one": INT4, "two": INT4 | {"kl": 0.04, "rate": 1.0}},
+        ("one", "one", "one"),
+        ["in size two cannot be told apart from one here"],
+    ),
+    "only the unquantized model": (
+        {"base": BASE},
+        (None, "base", None),
+        ["Only base", "No quantized format was measured"],
+    ),
+    "everything failed": ({"base": None, "int4": None}, (None, None, None), ["every format failed", "it broke"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_picks_follow_the_rules_and_the_sentences_say_so(case: str, comparing: Callable[..., Comparison]) -> None:
+    formats, expected, said = CASES[case]
+    comparison = comparing(**formats)
+    verdict = judge(comparison)
+    assert tuple(verdict.pick(need).format for need in NEEDS) == expected
+    sentences = " ".join(verdict.sentences)
+    for words in said:
+        assert words in sentences
+    assert ("cannot be told apart" in sentences) == any("told apart" in words for words in said)
+
+
+def test_order_of_needs() -> None:
+    assert NEEDS == (SMALLEST, FASTEST, BEST) == ("smallest", "fastest", "best quality")
+
+
+def test_a_cpu_says_that_its_speeds_are_a_cpus(comparing: Callable[..., Comparison]) -> None:
+    words = "speeds are this CPU's and say nothing about a GPU"
+    for gpu in (True, False):
+        comparison = comparing(gpu=gpu, base=BASE, int4=INT4)
+        assert (words in judge(comparison).sentences[1]) is not gpu
+
+
+@pytest.mark.parametrize("name", ["full", "cpu", "shape", "single", "no-speeds", "failed", "empty", "hostile"])
+def test_always_two_sentences(name: str, variants: Callable[[str], Comparison]) -> None:
+    comparison = variants(name)
+    first, second = judge(comparison).sentences
+    for sentence in (first, second):
+        assert sentence[0] == sentence[0].upper()
+        assert sentence.endswith(".")
+        assert not sentence.endswith("..")
+        assert "None" not in sentence
+
+
+def test_of_the_whole_fixture(full: Comparison) -> None:
+    verdict = judge(full)
+    assert [pick.format for pick in verdict.picks] == ["gptq-w4g128", "gptq-w4g128", "llm-int8"]
+    assert verdict.pick(FASTEST).ties == ("awq-w4g128",)
+    assert verdict.unacceptable == ("nf4", "gptq-w3g128", "rtn-w2g64")
+    assert verdict.failed == ("fp8",)
+    assert verdict.borderline == ()

@@ -1,0 +1,79 @@
+"""Our runtime and the transformers reference measure the same: every recipe, whole windows and small steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.calibration import Calibration
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.eval.quality.measure import QualityResult, measure_quality
+from quantkit.eval.quality.predictors import RuntimePredictor, load_predictor
+from quantkit.eval.quality.windows import Windows
+from quantkit.recipe import Recipe, list_recipes
+
+WINDOW = 48
+FEW = Calibration(samples=2, seq_len=64)
+# Where activations are rounded, a last bit more or less can turn a rounding around, and what follows then differs by
+# about as much as the rounding itself: 3 binary digits in FP8, 7 in INT8. Elsewhere both compute the same in float32.
+KL_LIMIT = {"ct-float8": 1e-2, "ct-int8": 1e-3, "llm-int8": 1e-3}
+
+
+def windows_of(vocabulary: int) -> Windows:
+    ids = torch.randint(3, vocabulary, (3, WINDOW), generator=torch.Generator().manual_seed(4))
+    return Windows(ids, "random", (200, 200, 200))
+
+
+def both(folder: Path, windows: Windows, step_tokens: int | None = None) -> tuple[QualityResult, QualityResult]:
+    """The runtime's result compared with the reference's as its base, and the reference's own."""
+    runtime = load_predictor(folder, "runtime", window=WINDOW, step_tokens=step_tokens)
+    assert isinstance(runtime, RuntimePredictor)
+    reference = load_predictor(folder, window=WINDOW)
+    found = measure_quality(runtime, windows, reference), measure_quality(reference, windows)
+    runtime.engine.scheduler.pool.check_integrity([])
+    return found
+
+
+def assert_agree(found: QualityResult, wanted: QualityResult, limit: float) -> None:
+    assert wanted.perplexity.low is not None
+    assert wanted.perplexity.high is not None
+    assert wanted.perplexity.low < found.perplexity.value < wanted.perplexity.high
+    assert found.perplexity.value == pytest.approx(wanted.perplexity.value, rel=1e-3 if limit < 1e-4 else 1e-2)
+    assert found.kl
+    assert abs(found.kl.value) < limit
+
+
+@pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
+def test_every_recipe_measures_the_same(recipe: Recipe, tiny_model: Path, tmp_path: Path) -> None:
+    """A recipe that needs data takes a small trained model with its tokenizer."""
+    model = "demo-draft" if recipe.needs_data else tiny_model
+    calibration = FEW if recipe.needs_data else None
+    quantkit.quantize(model, recipe, tmp_path / "out", calibration=calibration, quality_windows=0)
+    checkpoint = Checkpoint(tmp_path / "out")
+    rounding = [KL_LIMIT[fmt.name] for fmt in checkpoint.formats.values() if fmt.rounds_inputs]
+    found, wanted = both(tmp_path / "out", windows_of(500))
+    assert_agree(found, wanted, max(rounding, default=1e-6))
+    assert (found.backend, wanted.backend) == ("runtime", "reference")
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, None])
+@pytest.mark.parametrize("recipe", ["nf4", "rtn-w4g128", "rtn-w3g128"])
+def test_steps_measure_the_same(recipe: str, step_tokens: int | None, tiny_model: Path, tmp_path: Path) -> None:
+    quantkit.quantize(tiny_model, recipe, tmp_path / "out", quality_windows=0)
+    found, wanted = both(tmp_path / "out", windows_of(500), step_tokens)
+    assert_agree(found, wanted, 1e-6)
+    assert f"step_tokens {step_tokens or WINDOW}," in found.arithmetic
+
+
+def test_wrong_settings_are_one_line(tiny_model: Path) -> None:
+    with pytest.raises(InputError, match="the reference runs whole windows; use backend runtime"):
+        load_predictor(tiny_model, window=WINDOW, step_tokens=4)
+    with pytest.raises(InputError, match="cannot leave activations exact; use backend reference"):
+        load_predictor(tiny_model, "runtime", window=WINDOW, activations="exact")
+    with pytest.raises(InputError, match="backend"):
+        load_predictor(tiny_model, "vllm")
+    for backend in ("reference", "runtime"):
+        with pytest.raises(InputError, match="a window of 999 tokens does not fit the model; choose 2 to 256"):
+            load_predictor(tiny_model, backend, window=999)
