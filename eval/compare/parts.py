@@ -19,6 +19,7 @@ from quantkit.eval.compare.results import FormatResult, LayerDamage, Making, Run
 from quantkit.eval.compare.shape import shape_format, shape_size
 from quantkit.eval.engine.run import measure, measure_bandwidth
 from quantkit.eval.engine.start import peak_memory, start_checkpoint, start_shape
+from quantkit.eval.plan.source import find_config
 from quantkit.eval.quality.bootstrap import Interval
 from quantkit.eval.quality.layer_errors import layer_errors
 from quantkit.eval.quality.measure import QualityResult, measure_quality
@@ -36,6 +37,7 @@ from quantkit.runtime.params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ROOMY_CONTEXT = 8192  # tokens
 CARD_WINDOWS = 8  # of held-out text, for the quality in the checkpoint's own README.md
 
 
@@ -64,10 +66,13 @@ class Bench:
 
     @property
     def engine_options(self) -> EngineOptions:
+        """On a GPU contexts are so long that memory, not their number, limits the cache, and shows what fits."""
         loads = self.asked.loads
+        needed = max(max(load.prompt for load in loads) + self.asked.new, SAMPLE_PROMPT + SAMPLE_ANSWER)
+        most = find_config(self.asked.model)[1].get("max_position_embeddings") or needed
         return EngineOptions(
             device=self.asked.device,
-            max_context=max(max(load.prompt for load in loads) + self.asked.new, SAMPLE_PROMPT + SAMPLE_ANSWER),
+            max_context=needed if self.asked.device == "cpu" else max(needed, min(ROOMY_CONTEXT, most)),
             max_sequences=max(load.batch for load in loads),
         )
 

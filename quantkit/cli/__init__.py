@@ -62,6 +62,8 @@ def cli() -> None:
     quantkit quantize demo -r nf4 -o demo-nf4     quantize the bundled model
     quantkit inspect demo-nf4                     what is inside, and which engines load it
     quantkit eval demo-nf4                        perplexity on held-out text
+    quantkit compare demo -o report               every format: quality, speed, memory; one page
+    quantkit plan llama-3.1-8b                    what fits where, before anything runs
     quantkit generate demo-nf4 "The function"     text
     quantkit chat demo-nf4                        a conversation
     quantkit serve demo-nf4                       OpenAI's API over HTTP, and a page

@@ -173,14 +173,14 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
 
 def _cells(found: FormatResult, batches: Sequence[int]) -> list[str]:
     quality, size = found.quality, found.size
+    kl, ratio = (quality.kl, quality.perplexity_ratio) if quality and not found.baseline else (None, None)
     speeds = {speed.batch: f"{speed.tokens_per_second:,.0f}" for speed in found.running.speeds} if found.running else {}
-    ratio = quality.perplexity_ratio if quality else None
     return [
         human_bytes(size.bytes) if size else "-",
         f"{size.bits_per_weight:.2f}" if size else "-",
         f"{quality.perplexity.value:.3f}" if quality else "-",
         f"{100 * (ratio.value - 1):+.2f} %" if ratio else "-",
-        f"{quality.kl.value:.4f}" if quality and quality.kl else "-",
+        f"{kl.value:.4f}" if kl else "-",
         *(speeds.get(batch, "-") for batch in batches),
     ]
 
