@@ -25,6 +25,7 @@ from quantkit.runtime.prompt_logprobs import PromptLogprobs
 from quantkit.runtime.runner import Launched, Runner, Sampled
 from quantkit.runtime.scheduler import Limits, Scheduler
 from quantkit.runtime.sequence import FinishReason, Guide, Sequence
+from quantkit.runtime.speculative import make_speculation
 from quantkit.runtime.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Engine:
         self._sequence_ids = count()
         self._random = Random(options.seed)
         self._in_flight: Launched | None = None
+        self._speculation = make_speculation(options.speculative)
         self.steps = 0
         self.generated = 0  # tokens
 
@@ -142,6 +144,7 @@ class Engine:
                 needs_all_logits=params.prompt_logprobs is not None and index == 0,
                 guide=guides[index] if guides else None,
             )
+            sequence.speculates = self._speculation.serves(sequence)
             request.sequences.append(sequence)
             request.streams.append(self._stream(prompt, params))
             self._owners[sequence.id] = (request, index)
@@ -158,6 +161,7 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Launches the next step and brings what is ready: with overlap, the tokens of the step before."""
+        self._speculation.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
         launched = None
         if plan.shares:
@@ -203,11 +207,15 @@ class Engine:
             if sequence_id in self._owners:
                 self._owners[sequence_id][0].add_prompt_logprobs(found)
         deltas = []
-        for sampled in self.runner.collect(ready):
-            sequence = sampled.share.sequence
+        for outcome in self.runner.collect(ready):
+            sequence = outcome.share.sequence
             sequence.pending -= 1
             if sequence.finished is None:
-                deltas.append(self._advance(sequence, sampled))
+                self.scheduler.settle(outcome.share, outcome.accepted)
+                self._speculation.see(outcome)
+            for sampled in outcome.tokens:
+                if sequence.finished is None:
+                    deltas.append(self._advance(sequence, sampled))
         return deltas
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> Delta:
@@ -247,6 +255,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence, reason)
         self._owners.pop(sequence.id, None)
+        self._speculation.forget(sequence)
 
 
 def check_request(prompt: list[int], params: SamplingParams, max_context: int, vocab: int) -> None:

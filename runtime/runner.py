@@ -6,6 +6,7 @@ step reads that token there, so it can be launched before the host has seen it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +34,23 @@ class Launched:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What came back for one sequence."""
+    """A token that came back."""
 
-    share: Share
     token: int
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back for one sequence: the tokens of its draft that were right, and the one that follows."""
+
+    share: Share
+    tokens: list[Sampled]
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens) - 1
 
 
 class Runner:
@@ -80,27 +92,26 @@ class Runner:
         if not sampling:
             return self._bring_back(plan, sampling, Samples(row_places), prompts)
         logits = self.decoder.logits(hidden)
-        samples = self._sampler(logits, [share.sequence for share in sampling], row_places, positions)
+        owners = [share.sequence for share in sampling for _ in range(len(share.draft) + 1)]
+        samples = self._sampler(logits, owners, row_places, positions)
         self._places.last_token[row_places] = samples.tokens
         return self._bring_back(plan, sampling, samples, prompts)
 
-    def collect(self, launched: Launched) -> list[Sampled]:
-        """Waits for a step."""
+    def collect(self, launched: Launched) -> list[Outcome]:
+        """Waits for a step. A draft holds as far as it is what was sampled behind the tokens before."""
         if launched.done is not None:
             launched.done.synchronize()
-        samples = launched.samples
-        tokens = samples.tokens.tolist()
-        if samples.logprobs is None or samples.top is None or samples.top_logprobs is None:
-            return [Sampled(share, token) for share, token in zip(launched.sampling, tokens, strict=True)]
-        top, values, chosen = samples.top.tolist(), samples.top_logprobs.tolist(), samples.logprobs.tolist()
-        found = []
-        for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
+        tokens = launched.samples.tokens.tolist()
+        describe = _describer(launched.samples)
+        found, row = [], 0
+        for share in launched.sampling:
+            right = 0
+            while right < len(share.draft) and tokens[row + right] == share.draft[right]:
+                right += 1
+            rows = range(row, row + right + 1)
             wanted = share.sequence.params.logprobs
-            if wanted is None:
-                found.append(Sampled(share, token))
-            else:
-                best = list(zip(top[row][:wanted], values[row][:wanted], strict=True))
-                found.append(Sampled(share, token, chosen[row], best))
+            found.append(Outcome(share, [Sampled(tokens[at], *describe(at, wanted)) for at in rows]))
+            row += len(share.draft) + 1
         return found
 
     def _send(self, inputs: StepInputs) -> tuple[Batch, Tensor, Tensor]:
@@ -131,8 +142,8 @@ class Runner:
         for sequence, given in plan.swap_in:
             assert sequence.swapped is not None
             assert sequence.swapped.contents is not None
-            contents = sequence.swapped.contents.to(self.device, non_blocking=True)
-            pages[:, :, torch.tensor(given, device=self.device)] = contents
+            kept = sequence.swapped.contents[:, :, : len(given)]  # pages of a draft that was wrong stay behind
+            pages[:, :, torch.tensor(given, device=self.device)] = kept.to(self.device, non_blocking=True)
             sequence.swapped = None
         if plan.copies:
             source, target = (torch.tensor(side, device=self.device) for side in zip(*plan.copies, strict=True))
@@ -148,6 +159,23 @@ class Runner:
         done = torch.cuda.Event()
         done.record()
         return Launched(plan, sampling, host, prompts, done)
+
+
+_Described = tuple[float, list[tuple[int, float]]] | tuple[()]
+
+
+def _describer(samples: Samples) -> Callable[[int, int | None], _Described]:
+    """Log-probabilities of a row, where they were computed and so many are wanted."""
+    if samples.logprobs is None or samples.top is None or samples.top_logprobs is None:
+        return lambda row, wanted: ()
+    top, values, chosen = samples.top.tolist(), samples.top_logprobs.tolist(), samples.logprobs.tolist()
+
+    def describe(row: int, wanted: int | None) -> _Described:
+        if wanted is None:
+            return ()
+        return chosen[row], list(zip(top[row][:wanted], values[row][:wanted], strict=True))
+
+    return describe
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ from quantkit.runtime.sequence import FinishReason, Sequence, Swapped
 @dataclass(frozen=True)
 class Share:
     """The part of one sequence in a step: `count` tokens from position `start`; the last one's successor is sampled
-    where `samples` is set."""
+    where `samples` is set. The last ones may be a `draft`: guesses, behind each of which a token is sampled too."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,11 @@ class Scheduler:
                 continue
             missing = sequence.length - sequence.computed
             answering -= missing == 1
-            count = min(missing, budget - answering)  # a long prompt leaves a token for each answer behind it
+            # A long prompt leaves a token for each answer behind it, but those in front always go on.
+            count = min(missing, max(budget - answering, 1), budget)
             if count > 0:
-                budget -= self._extend(sequence, count, plan)
+                draft = self._affordable_draft(sequence, budget - answering - 1) if missing == 1 else ()
+                budget -= self._extend(sequence, count, plan, draft)
         while budget > 0 and self.waiting and self._slots and not plan.preempted:
             taken = self._admit(self.waiting[0], budget, plan)
             if taken == 0:
@@ -124,6 +127,21 @@ class Scheduler:
             self.pool.publish(sequence.pages[page], sequence.digest_of(page, size))
         sequence.published = max(sequence.published, full)
 
+    def settle(self, share: Share, accepted: int) -> None:
+        """So many tokens of a draft were right: the others were never there, and their pages are free.
+
+        Call before the tokens become known. A sequence that was preempted meanwhile has no pages, or keeps them on the
+        host; its other tokens were right.
+        """
+        sequence, wrong = share.sequence, len(share.draft) - accepted
+        if sequence.swapped is not None:
+            sequence.swapped.computed -= wrong
+        elif sequence.pages:
+            sequence.computed -= wrong
+            kept = _pages(sequence.computed, self.pool.page_size)
+            self.pool.release(sequence.pages[kept:])
+            del sequence.pages[kept:]
+
     def check_integrity(self) -> None:
         """For tests: pages and places are held by those who run, once each."""
         living = [*self.running, *self.waiting]
@@ -137,15 +155,22 @@ class Scheduler:
             held, size = len(sequence.pages), self.pool.page_size
             assert (held - 1) * size < sequence.computed <= held * size, "pages do not match the tokens computed"
 
-    def _extend(self, sequence: Sequence, count: int, plan: StepPlan) -> int:
+    def _affordable_draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """As much of its draft as budget and free pages allow: guesses push nobody out."""
+        room = len(sequence.pages) * self.pool.page_size + self.pool.free * self.pool.page_size
+        room -= sequence.computed + 1 + self.pool.page_size  # a page that is shared may have to be copied
+        return tuple(sequence.draft[: max(0, min(budget, room))])
+
+    def _extend(self, sequence: Sequence, count: int, plan: StepPlan, draft: tuple[int, ...] = ()) -> int:
         """How many tokens of a running sequence go into this step: all, or none where it had to give way."""
-        while not self._grow(sequence, sequence.computed + count, plan):
+        while not self._grow(sequence, sequence.computed + count + len(draft), plan):
+            draft = ()
             victim = self.running[-1]
             self._preempt(victim, plan)
             if victim is sequence:
                 return 0
-        self._share(sequence, count, plan)
-        return count
+        self._share(sequence, count, plan, draft)
+        return count + len(draft)
 
     def _admit(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Tokens of a waiting sequence that go into this step; 0: it must wait."""
@@ -247,11 +272,12 @@ class Scheduler:
         sequence.pages += new
         return True
 
-    def _share(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+    def _share(self, sequence: Sequence, count: int, plan: StepPlan, draft: tuple[int, ...] = ()) -> None:
         start = sequence.computed
-        sequence.computed += count
-        samples = sequence.computed == sequence.length
-        plan.shares.append(Share(sequence, start, count, samples))
+        samples = start + count == sequence.length
+        assert samples or not draft, "drafts follow the last token"
+        sequence.computed += count + len(draft)
+        plan.shares.append(Share(sequence, start, count + len(draft), samples, draft))
         self.publish(sequence)  # within a step, keys and values are written before anybody reads them
         sequence.pending += samples
 

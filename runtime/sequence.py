@@ -64,6 +64,8 @@ class Sequence:
     finished: FinishReason | None = None
     needs_all_logits: bool = False  # logprobs of the prompt
     guide: Guide | None = None  # structured output: which tokens may come next
+    speculates: bool = False  # drafts are guessed for it, which needs to know its last token
+    draft: list[int] = field(default_factory=list)  # guessed tokens, to be verified by the next step
     started: float | None = None  # when it was first scheduled, by the clock of its arrival
     swapped: Swapped | None = None  # its pages in host memory, where it was preempted that way
 
@@ -87,8 +89,8 @@ class Sequence:
 
     @property
     def must_wait(self) -> bool:
-        """Whether nothing of it can be computed now: its last token was sampled, or its guide must see one first."""
-        return self.at_limit or (self.guide is not None and self.pending > 0)
+        """Whether nothing of it can be computed now: its last token was sampled, or somebody must see one first."""
+        return self.at_limit or ((self.guide is not None or self.speculates) and self.pending > 0)
 
     def digest_of(self, page: int, page_size: int) -> Digest:
         """Of its page with this number, which must be full of known tokens."""

@@ -43,7 +43,7 @@ class InputMaker:
         size = self._page_size
         for share in plan.shares:
             sequence, stop = share.sequence, share.start + share.count
-            known = sequence.tokens[share.start : stop]
+            known = [*sequence.tokens[share.start : stop - len(share.draft)], *share.draft]
             inputs.ids += known
             inputs.ids += [FROM_PLACE] * (share.count - len(known))
             inputs.positions += range(share.start, stop)
@@ -53,8 +53,8 @@ class InputMaker:
             inputs.contexts.append(stop)
             inputs.starts.append(inputs.starts[-1] + share.count)
             if share.samples:
-                inputs.rows.append(inputs.starts[-1] - 1)
-                inputs.row_places.append(sequence.slot)
+                inputs.rows += range(inputs.starts[-1] - 1 - len(share.draft), inputs.starts[-1])
+                inputs.row_places += [sequence.slot] * (len(share.draft) + 1)
             self._update_table(inputs, sequence.slot, pages)
         return inputs
 

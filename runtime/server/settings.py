@@ -37,6 +37,7 @@ ENGINE_OPTIONS = (
     "swap_gib",
     "share_prefixes",
     "warm_up",
+    "speculative",
 )
 _ORIGIN = re.compile(r"https?://[^/\s]+|\*")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -109,6 +110,9 @@ class ServerSettings(BaseModel):
     memory_share: float = Field(0.9, ge=0.05, le=0.98, description="Of the GPU's memory that may be used.")
     swap_gib: float = Field(0.0, ge=0, lt=1e6, description="Host memory for requests that must give way; 0: none.")
     share_prefixes: bool = Field(True, description="Requests with the same beginning share its cache pages.")
+    speculative: str | None = Field(
+        None, min_length=1, description="Guess tokens and verify several at once: ngram or ngram,k=8."
+    )
     warm_up: bool = Field(
         True, description="Compile kernels and capture graphs for every load before the first request."
     )
@@ -157,7 +161,13 @@ class ServerSettings(BaseModel):
     @property
     def shadow_engine_options(self) -> dict[str, Any]:
         """The reference answers one prompt at a time, so its cache holds one context."""
-        return self.engine_options | {"max_sequences": 1, "kv_tokens": None, "swap_gib": 0.0, "warm_up": False}
+        return self.engine_options | {
+            "max_sequences": 1,
+            "kv_tokens": None,
+            "swap_gib": 0.0,
+            "warm_up": False,
+            "speculative": None,
+        }
 
     def key_name(self, given: str) -> str | None:
         """The name of the API key that was given; None for an unknown one."""

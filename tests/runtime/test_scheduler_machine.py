@@ -22,9 +22,10 @@ from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.pool import PADDING_PAGE
 from quantkit.runtime.prompt_logprobs import PromptLogprobs
-from quantkit.runtime.runner import Sampled
+from quantkit.runtime.runner import Outcome, Sampled
 from quantkit.runtime.scheduler import Scheduler, Share, StepPlan
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.speculative import Speculation
 from quantkit.runtime.step_inputs import FROM_PLACE, InputMaker
 
 END = 2
@@ -51,6 +52,23 @@ def numbered(share: Share) -> PromptLogprobs:
     return PromptLogprobs(share.start + 1, [float(at) for at in positions], [[] for _ in positions])
 
 
+def drawn(seed: int, position: int) -> int:
+    """The token at a position: as from a model, nobody else knows it before."""
+    return Random(seed * 1009 + position).choices((0, 1, END), (9, 9, 1))[0]
+
+
+class Guesser:
+    """Drafts that are right half of the time, and as long as asked for or shorter."""
+
+    def guess(self, sequence: Sequence, most: int) -> list[int]:
+        random = Random(len(sequence.tokens) * 31 + sequence.seed)
+        right = [drawn(sequence.seed, len(sequence.tokens) + ahead) for ahead in range(random.randint(0, most))]
+        return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right]
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
 class PaperRunner:
     """Does what `Runner` documents, with lists. A step is done when it is launched; the host asks for it later."""
 
@@ -61,6 +79,7 @@ class PaperRunner:
         self.last_token = [END] * places
         self.truth: dict[int, list[int]] = {}  # by sequence: its tokens, those that the host has not seen included
         self.host: dict[int, list[list[int]]] = {}  # by sequence: pages that were swapped out
+        self.guessed: dict[int, tuple[int, int]] = {}  # by sequence, until the host asks: guesses right and wrong
         self._maker = InputMaker(places, width, page_size)
         self._width = width
 
@@ -72,26 +91,32 @@ class PaperRunner:
             self.table[place][column] = page
         for number, share in enumerate(plan.shares):
             first, last = inputs.starts[number : number + 2]
-            self._write(share.sequence, inputs.ids[first:last], inputs.positions[first:last], inputs.slots[first:last])
+            self._write(share, inputs.ids[first:last], inputs.positions[first:last], inputs.slots[first:last])
         for share, place, context in zip(plan.shares, inputs.places, inputs.contexts, strict=True):
-            self.check_contents(share.sequence, self.table[place], context)
+            self.check_contents(share.sequence, self.table[place], context, share.draft)
         samples = []
         for share in plan.shares:
             if share.samples:
-                samples.append(Sampled(share, self._sample(share.sequence)))
-                self.last_token[share.sequence.slot] = samples[-1].token
+                samples.append(Outcome(share, self._verify(share)))
+                self.last_token[share.sequence.slot] = samples[-1].tokens[-1].token
+                right = samples[-1].accepted
+                self.guessed[share.sequence.id] = right, len(share.draft) - right
         asked = [share for share in plan.shares if share.sequence.needs_all_logits]
         return SimpleNamespace(samples=samples, prompts={share.sequence.id: numbered(share) for share in asked})
 
-    def collect(self, launched: Any) -> list[Sampled]:
+    def collect(self, launched: Any) -> list[Outcome]:
+        for outcome in launched.samples:
+            self.guessed.pop(outcome.share.sequence.id, None)
         return list(launched.samples)
 
-    def check_contents(self, sequence: Sequence, pages: list[int], context: int) -> None:
+    def check_contents(self, sequence: Sequence, pages: list[int], context: int, draft: tuple[int, ...] = ()) -> None:
         read = [self.pages[pages[at // self.size]][at % self.size] for at in range(context)]
-        assert read == chained(self.truth[sequence.id][:context]), f"sequence {sequence.id} reads what is not its own"
+        truth = [*self.truth[sequence.id], *draft]
+        assert read == chained(truth[:context]), f"sequence {sequence.id} reads what is not its own"
 
-    def _write(self, sequence: Sequence, ids: list[int], positions: list[int], slots: list[int]) -> None:
-        tokens = self.truth.setdefault(sequence.id, list(sequence.prompt))
+    def _write(self, share: Share, ids: list[int], positions: list[int], slots: list[int]) -> None:
+        sequence = share.sequence
+        tokens = [*self.truth.setdefault(sequence.id, list(sequence.prompt)), *share.draft]
         values = chained(tokens)
         for token, position, slot in zip(ids, positions, slots, strict=True):
             sent = self.last_token[sequence.slot] if token == FROM_PLACE else token
@@ -100,11 +125,16 @@ class PaperRunner:
             assert page != PADDING_PAGE
             self.pages[page][inside] = values[position]
 
-    def _sample(self, sequence: Sequence) -> int:
-        tokens = self.truth[sequence.id]
-        drawn = Random(sequence.seed * 1009 + len(tokens)).choices((0, 1, END), (9, 9, 1))[0]
-        tokens.append(drawn)
-        return drawn
+    def _verify(self, share: Share) -> list[Sampled]:
+        """A token behind each guess, as far as guesses are right."""
+        tokens = self.truth[share.sequence.id]
+        found = []
+        for guess in (*share.draft, None):
+            found.append(Sampled(drawn(share.sequence.seed, len(tokens))))
+            tokens.append(found[-1].token)
+            if found[-1].token != guess:
+                break
+        return found
 
     def move_pages(self, plan: StepPlan) -> None:
         """In the order that `StepPlan` documents; copies read all before they write, as one kernel does."""
@@ -126,14 +156,14 @@ class Before:
 
     id: int
     missing: int  # tokens that exist and are not computed
-    at_limit: bool
+    waits: bool
 
 
 class WatchedScheduler(Scheduler):
     """Checks every plan against what the scheduler promises."""
 
     def schedule(self) -> StepPlan:
-        before = [Before(one.id, one.length - one.computed, one.at_limit) for one in self.running]
+        before = [Before(one.id, one.length - one.computed, one.must_wait) for one in self.running]
         plan = super().schedule()
         self._check_shares(plan)
         left = self._check_running(before, plan)
@@ -146,9 +176,11 @@ class WatchedScheduler(Scheduler):
         assert len({share.sequence.id for share in plan.shares}) == len(plan.shares)
         for share in plan.shares:
             reached, length = share.start + share.count, share.sequence.length - share.samples
-            assert share.count > 0
-            assert share.samples == (reached == length)
+            assert share.count > len(share.draft)
+            assert share.samples == (reached - len(share.draft) == length)
             assert reached == share.sequence.computed
+            assert reached <= len(share.sequence.prompt) + share.sequence.max_new
+            assert list(share.draft) == share.sequence.draft[: len(share.draft)]
             assert share.sequence in self.running
 
     def _check_running(self, before: list[Before], plan: StepPlan) -> int:
@@ -157,9 +189,10 @@ class WatchedScheduler(Scheduler):
         Returns what is left of the budget."""
         gone = [sequence.id for sequence in plan.preempted]
         assert sorted(gone) == sorted(state.id for state in before[len(before) - len(gone) :]), "the last ones give way"
-        served = {share.sequence.id: share.count for share in plan.shares}
+        served = {share.sequence.id: share.count - len(share.draft) for share in plan.shares}
+        guesses = {share.sequence.id: len(share.draft) for share in plan.shares}
         left = self.limits.tokens
-        able = [state for state in before if not state.at_limit]
+        able = [state for state in before if not state.waits]
         for place, state in enumerate(able):
             if state.id in gone:
                 continue
@@ -170,7 +203,8 @@ class WatchedScheduler(Scheduler):
                 assert count == min(left, 1), "an answer goes on while there is budget"
             assert count <= max(1, left - answers_behind), "an answer must not wait for a long prompt"
             assert place or count > 0, "the first one always goes on"
-            left -= count
+            left -= count + guesses.get(state.id, 0)
+            assert left >= answers_behind or not guesses.get(state.id), "guesses must not cost others their token"
         return left
 
     def _check_admitted(self, known: set[int], left: int, plan: StepPlan) -> None:
@@ -202,6 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reserve=st.sampled_from((0.0, 0.0, 0.2)),
         overlap=st.booleans(),
         share_prefixes=st.sampled_from((True, True, True, False)),
+        guesses=st.sampled_from((0, 1, 3, 6)),
     )
     def start(
         self,
@@ -213,6 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reserve: float,
         overlap: bool,
         share_prefixes: bool,
+        guesses: int,
     ) -> None:
         context = usable * page_size
         plan = MemoryPlan(0, 0, 0, 0, PAGE_BYTES, page_size, usable + 1, context)
@@ -228,6 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
         runner: Any = self.runner
         self.engine = Engine(config, runner, plan, options)
+        self.engine._speculation = Speculation(Guesser(), guesses) if guesses else Speculation()
         made = self.engine.scheduler
         self.scheduler = WatchedScheduler(made.pool, replace(made.limits, reserve=reserve))
         self.engine.scheduler = self.scheduler
@@ -294,10 +331,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         swapped = sum(sequence.swapped.pages for sequence in living if sequence.swapped is not None)
         assert self.scheduler.swapped_pages == swapped <= self.scheduler.limits.swap_pages
         for sequence in self.scheduler.running:
-            self.runner.check_contents(sequence, sequence.pages, sequence.computed)
+            _, wrong = self.runner.guessed.get(sequence.id, (0, 0))
+            self.runner.check_contents(sequence, sequence.pages, sequence.computed - wrong)
         for sequence in living:
             truth = self.runner.truth.get(sequence.id, sequence.prompt)
-            assert len(truth) == sequence.length
+            right, _ = self.runner.guessed.get(sequence.id, (0, 0))
+            assert len(truth) == sequence.length + right
             assert truth[: len(sequence.tokens)] == sequence.tokens
 
     def teardown(self) -> None:
@@ -341,6 +380,7 @@ def run_traffic(seed: int, *, actions: int) -> SchedulerMachine:
         reserve=dice.choice((0.0, 0.1)),
         overlap=dice.random() < 0.5,
         share_prefixes=dice.random() < 0.8,
+        guesses=dice.choice((0, 1, 4, 8)),
     )
     for _ in range(actions):
         if machine.engine.unfinished < dice.randint(2, 6):
@@ -361,3 +401,6 @@ def test_traffic_under_pressure() -> None:
     assert sum(machine.scheduler.preemptions for machine in machines) > 1000
     assert sum(machine.scheduler.reused_tokens for machine in machines) > 1000
     assert sum(machine.scheduler.pool.evictions for machine in machines) > 1000
+    right = sum(machine.engine._speculation.accepted for machine in machines)
+    wrong = sum(machine.engine._speculation.guessed for machine in machines) - right
+    assert min(right, wrong) > 1000

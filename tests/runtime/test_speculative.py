@@ -1,0 +1,232 @@
+"""Guessed tokens change nothing but the number of steps: answers are those of plain decoding, token for token."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.bundled import HELDOUT_TEXT
+from quantkit.errors import InputError
+from quantkit.kernels.reference import sampling
+from quantkit.runtime.engine import Engine, Request
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.ngram import NgramDrafter
+from quantkit.runtime.ops import ops_for
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.runner import Launched, Outcome, Runner
+from quantkit.runtime.sampler import Sampler
+from quantkit.runtime.scheduler import Share, StepPlan
+from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.speculative import SpeculativeOptions
+
+
+def prompts() -> list[str]:
+    """Texts that repeat themselves, as code and lists do, and some that do not."""
+    text = HELDOUT_TEXT.read_text(encoding="utf-8")
+    rows = "".join(f"item {number}: value {number}\n" for number in range(12))
+    return [
+        rows,
+        "for i in range(3):\n    print(i)\n" * 3,
+        "a b c d " * 10,
+        *(text[at : at + 160] for at in range(0, 4000, 500)),
+    ]
+
+
+PARAMS = (
+    SamplingParams(max_tokens=40, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=1.0, top_k=20, seed=4, logprobs=2),
+    SamplingParams(max_tokens=25, stop=["range", "value 13"], logprobs=0),
+    SamplingParams(max_tokens=20, repetition_penalty=1.2, presence_penalty=0.3, ignore_eos=True),
+    SamplingParams(max_tokens=12, n=2, temperature=0.7, seed=9, ignore_eos=True),
+)
+
+
+def engine_of(**options: Any) -> LLM:
+    return LLM("demo", device="cpu", dtype="float32", max_context=256, max_sequences=6, step_tokens=96, **options)
+
+
+def serve(llm: LLM, seed: int) -> tuple[list[Request], Engine]:
+    """Random arrivals, everybody at once, until the last has ended."""
+    engine, dice = llm.engine, random.Random(seed)
+    waiting = [(llm.encode(prompt), params) for prompt in prompts() for params in PARAMS]
+    dice.shuffle(waiting)
+    requests: list[Request] = []
+    while waiting or engine.unfinished:
+        for _ in range(min(dice.randint(0, 3), len(waiting))):
+            requests.append(engine.add(*waiting.pop()))
+        engine.step()
+        if dice.random() < 0.1:
+            engine.check_integrity()
+    engine.drain()
+    engine.check_integrity()
+    assert engine.scheduler.pool.free == engine.scheduler.pool.usable
+    return requests, engine
+
+
+def told(requests: list[Request]) -> list[tuple[list[int], str | None]]:
+    return [(sequence.answer, sequence.finished) for request in requests for sequence in request.sequences]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[list[int], str | None]]:
+    return told(serve(engine_of(), seed=1)[0])
+
+
+@pytest.mark.parametrize("pressure", [{}, {"kv_tokens": 288}, {"kv_tokens": 288, "swap_gib": 0.05}], ids=str)
+def test_answers_are_those_of_plain_decoding(
+    plain: list[tuple[list[int], str | None]], pressure: dict[str, Any]
+) -> None:
+    """Greedy and sampled, under random arrivals, chunked prompts, shared prefixes and preemption."""
+    requests, engine = serve(engine_of(speculative="ngram,k=6", overlap=True, **pressure), seed=1)
+    assert told(requests) == plain
+    speculation = engine._speculation
+    assert 100 < speculation.accepted < speculation.guessed
+    assert speculation.steps > 100
+    if pressure:
+        assert engine.scheduler.preemptions > 0
+
+
+def test_fewer_steps_where_the_text_repeats_itself() -> None:
+    prompt, params = "a b c d e f " * 12, SamplingParams(max_tokens=48, ignore_eos=True)
+    plain, guessed = engine_of(), engine_of(speculative="ngram,k=8")
+    answers = [llm.generate(prompt, params)[0] for llm in (plain, guessed)]
+    assert answers[0].text == answers[1].text
+    assert guessed.engine.steps < 0.8 * plain.engine.steps
+
+
+def test_log_probabilities_are_those_of_plain_decoding() -> None:
+    params = SamplingParams(max_tokens=30, logprobs=3, ignore_eos=True)
+    one, other = (llm.generate(prompts()[:3], params) for llm in (engine_of(), engine_of(speculative="ngram")))
+    for expected, found in zip(one, other, strict=True):
+        assert found.answers[0].token_ids == expected.answers[0].token_ids
+        assert found.answers[0].logprobs == pytest.approx(expected.answers[0].logprobs, abs=1e-4)
+        assert len(found.answers[0].top_logprobs or []) == 30
+
+
+def test_lookup_finds_what_followed_before() -> None:
+    drafter = NgramDrafter()
+    sequence = Sequence(0, [5, 6, 7, 8, 9, 1, 2, 6, 7], SamplingParams(), 0.0, 0, 8)
+    assert drafter.guess(sequence, 3) == [8, 9, 1]
+    assert drafter.guess(sequence, 9) == [8, 9, 1, 2, 6, 7]
+    sequence.tokens += [8, 3]
+    assert drafter.guess(sequence, 4) == []
+    sequence.tokens += [6, 7]  # stood there twice: the later one counts
+    assert drafter.guess(sequence, 2) == [8, 3]
+    drafter.forget(sequence)
+    assert drafter._indexes == {}
+
+
+# Sampling, counted. The target is a chain of five tokens: what follows depends on the last one. Every sequence draws
+# two tokens; the second comes from the same step where the guess was right, and from a step of its own elsewhere.
+
+CHAIN = torch.tensor([[2.0, 1.0, 0.2, -1.0, 0.0], [0.0, 0.0, 1.5, 1.0, -2.0], [1.0, -1.0, 0.5, 0.3, 0.2],
+                      [0.1, 0.2, 0.3, 0.4, 0.5], [-1.0, 2.0, 0.0, 0.0, 1.0]])  # fmt: skip
+START, SAMPLES, BATCH = 0, 200_000, 20_000
+SETTINGS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_p=0.8),
+    SamplingParams(temperature=0.7, top_k=3),
+]
+
+
+def probabilities(params: SamplingParams) -> Tensor:
+    """Of the target, [token, following token]."""
+    rows = len(CHAIN)
+    columns = [torch.full((rows,), value) for value in (params.temperature, params.top_p, params.min_p)]
+    kept = sampling.allowed(CHAIN, columns[0], torch.full((rows,), params.top_k), columns[1], columns[2])
+    return (CHAIN / params.temperature).masked_fill(~kept, float("-inf")).double().softmax(-1)
+
+
+def verified(sequences: list[Sequence], drafts: list[tuple[int, ...]], position: int) -> list[Outcome]:
+    """The real sampler and the real verdict, on logits of the chain."""
+    sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"))
+    shares = [Share(one, position, 1 + len(draft), True, draft) for one, draft in zip(sequences, drafts, strict=True)]
+    rows = [token for one, draft in zip(sequences, drafts, strict=True) for token in (one.tokens[-1], *draft)]
+    owners = [share.sequence for share in shares for _ in range(1 + len(share.draft))]
+    places = torch.zeros(len(rows), dtype=torch.int64)
+    positions = torch.tensor([position + ahead for share in shares for ahead in range(1 + len(share.draft))])
+    samples = sampler(CHAIN[torch.tensor(rows)], owners, places, positions)
+    return Runner.collect(None, Launched(StepPlan(shares), shares, samples, {}, None))  # type: ignore[arg-type]
+
+
+def pairs_drawn(params: SamplingParams, draft: tuple[int, ...], spoil: float = 0.0) -> Tensor:
+    """How often each pair of tokens was drawn, [first, second]. `spoil`: a share of wrong guesses taken for right."""
+    counts = torch.zeros(len(CHAIN), len(CHAIN), dtype=torch.int64)
+    dice = random.Random(5)
+    for first in range(0, SAMPLES, BATCH):
+        made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(first, first + BATCH)]
+        short = []
+        for outcome in verified(made, [draft] * BATCH, position=1):
+            tokens = [sampled.token for sampled in outcome.tokens]
+            if spoil and outcome.accepted == 0 and dice.random() < spoil:
+                tokens[0] = draft[0]
+            outcome.share.sequence.tokens += tokens[:2]
+            if len(tokens) < 2:
+                short.append(outcome.share.sequence)
+        for outcome in verified(short, [()] * len(short), position=2):
+            outcome.share.sequence.tokens.append(outcome.tokens[0].token)
+        drawn = torch.tensor([one.tokens[1:3] for one in made])
+        counts += torch.bincount(drawn[:, 0] * len(CHAIN) + drawn[:, 1], minlength=len(CHAIN) ** 2).view_as(counts)
+    return counts
+
+
+def chi_square(counts: Tensor, params: SamplingParams) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; tokens that cannot be drawn must not be."""
+    chain = probabilities(params)
+    expected = (chain[START][:, None] * chain) * SAMPLES
+    possible = expected > 0
+    assert int(counts[~possible].sum()) == 0
+    return float(((counts - expected)[possible] ** 2 / expected[possible]).sum()), int(possible.sum()) - 1
+
+
+def limit(freedom: int) -> float:
+    """Chi-square beyond which chance goes once in a million (Wilson and Hilferty's approximation)."""
+    spread = 2 / (9 * freedom)
+    return float(freedom * (1 - spread + 4.75 * spread**0.5) ** 3)
+
+
+@pytest.mark.parametrize(
+    ("params", "draft"), [*((params, (0,)) for params in SETTINGS), (SETTINGS[0], (2, 1))], ids=str
+)
+def test_samples_have_the_target_distribution(params: SamplingParams, draft: tuple[int, ...]) -> None:
+    statistic, freedom = chi_square(pairs_drawn(params, draft), params)
+    assert statistic < limit(freedom)
+
+
+def test_an_error_of_one_percent_would_be_seen() -> None:
+    """The test above, tested: one wrong guess in a hundred is taken for right."""
+    params = SETTINGS[0]
+    statistic, freedom = chi_square(pairs_drawn(params, (3,), spoil=0.01), params)
+    assert statistic > limit(freedom)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ngarm", ("ngarm", "did you mean 'ngram'")),
+        ("ngram,k=0", ("k", "1 to 16")),
+        ("ngram,k=17", ("1 to 16",)),
+        ("ngram,k=many", ("whole number",)),
+        ("ngram,n=3", ("'n'", "known: k")),
+        ("", ("Known: ngram",)),
+    ],
+)
+def test_wrong_input(text: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as refused:
+        SpeculativeOptions.parse(text)
+    for word in words:
+        assert word in str(refused.value)
+    with pytest.raises(InputError):
+        LLM("demo", device="cpu", speculative=text)
+
+
+def test_options() -> None:
+    assert SpeculativeOptions.parse("ngram") == SpeculativeOptions("ngram", 8)
+    assert replace(SpeculativeOptions.parse("ngram, k=3"), most=8) == SpeculativeOptions("ngram", 8)
