@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.model import Decoder
-from quantkit.runtime.scheduler import Share, StepPlan
+from quantkit.runtime.step_plan import Share, StepPlan
 
 ROWS = 512  # at once: logits of a whole chunk would need gigabytes
 

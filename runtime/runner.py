@@ -17,8 +17,8 @@ from quantkit.runtime.model import Batch, Decoder, KvCache
 from quantkit.runtime.places import Places
 from quantkit.runtime.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from quantkit.runtime.sampler import Sampler, Samples
-from quantkit.runtime.scheduler import Share, StepPlan
 from quantkit.runtime.step_inputs import InputMaker, StepInputs
+from quantkit.runtime.step_plan import Share, StepPlan
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quantkit.runtime.scheduler import StepPlan
+from quantkit.runtime.step_plan import StepPlan
 
 FROM_PLACE = -1  # instead of a token that has not come back from the device: it is in the sequence's place there
 

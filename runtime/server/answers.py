@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.runtime.engine import Delta
 from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.server.engine_client import Answering
+from quantkit.runtime.server.answering import Answering
 from quantkit.runtime.server.errors import ApiError
 from quantkit.runtime.server.logprobs import Scored
 from quantkit.runtime.text_stream import TextStream

@@ -24,8 +24,9 @@ from starlette.types import Receive
 from quantkit.runtime.guides import GuideSpec
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.server.access import Place, Queue
+from quantkit.runtime.server.answering import EngineDied
 from quantkit.runtime.server.answers import Answers, Piece, merged
-from quantkit.runtime.server.engine_client import EngineClient, EngineDied, EngineInfo
+from quantkit.runtime.server.engine_client import EngineClient, EngineInfo
 from quantkit.runtime.server.errors import ApiError
 from quantkit.runtime.server.logprobs import TokenTexts
 from quantkit.runtime.server.prompts import Prompts

@@ -11,7 +11,6 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.engine import Delta, check_request
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.server import messages
+from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.messages import Message
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a new process; doubled while it dies at once
 STABLE_SECONDS = 60.0  # a process that lived so long starts anew without a pause
-
-
-class EngineDied(QuantkitError):
-    """The engine process is gone, and the request with it."""
 
 
 @dataclass(frozen=True)
@@ -65,56 +61,6 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
-
-
-class Answering:
-    """An accepted request: its deltas, as they come."""
-
-    def __init__(self, client: EngineClient, request_id: int, answers: int) -> None:
-        self.request_id = request_id
-        self.prompt_logprobs: list[float | None] | None = None
-        self.prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
-        self.queued_seconds: float | None = None
-        self.cached_tokens = 0
-        self._client = client
-        self.unanswered = answers  # that the engine still owes
-        self._open = answers  # that the reader still waits for
-        self._queue: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
-        self._failure: QuantkitError | None = None
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._open == 0:
-            raise StopAsyncIteration
-        found = self._failure or await self._queue.get()
-        if isinstance(found, QuantkitError):
-            self._open = 0
-            raise found
-        return self._seen(found)
-
-    def ready(self) -> Iterator[Delta]:
-        """The deltas that are there already: a server that falls behind then catches up with one event for several."""
-        while self._open and not self._queue.empty():
-            found = self._queue.get_nowait()
-            if isinstance(found, QuantkitError):  # raised when the next one is asked for
-                self._failure = found
-                return
-            yield self._seen(found)
-
-    def _seen(self, delta: Delta) -> Delta:
-        if delta.finished is not None:
-            self._open -= 1
-        return delta
-
-    def abort(self) -> None:
-        """Ends the request; its pages are free within a step."""
-        self._open = 0
-        self._client.forget(self.request_id)
-
-    def put(self, found: Delta | QuantkitError) -> None:
-        self._queue.put_nowait(found)
 
 
 class EngineClient:

@@ -24,7 +24,8 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.params import MOST_LOGPROBS, SamplingParams
-from quantkit.runtime.server.engine_client import Answering, EngineClient
+from quantkit.runtime.server.answering import Answering
+from quantkit.runtime.server.engine_client import EngineClient
 
 MOST_WAITING = 32  # answers; more are dropped
 LAST_PRIORITY = 1000  # behind everybody who comes within hours

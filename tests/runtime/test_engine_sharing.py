@@ -10,8 +10,8 @@ import pytest
 from quantkit.runtime.engine import PRIORITY_SECONDS, Delta, Engine, Request
 from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.scheduler import StepPlan
 from quantkit.runtime.startup import start_engine
+from quantkit.runtime.step_plan import StepPlan
 
 TOKENS = range(3, 112)
 WatchPlans = Callable[..., list[StepPlan]]

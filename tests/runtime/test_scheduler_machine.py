@@ -23,10 +23,11 @@ from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.pool import PADDING_PAGE
 from quantkit.runtime.prompt_logprobs import PromptLogprobs
 from quantkit.runtime.runner import Outcome, Sampled
-from quantkit.runtime.scheduler import Scheduler, Share, StepPlan
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculative import Speculation
 from quantkit.runtime.step_inputs import FROM_PLACE, InputMaker
+from quantkit.runtime.step_plan import Share, StepPlan
 
 END = 2
 VOCAB = 3

@@ -20,9 +20,9 @@ from quantkit.runtime.ops import ops_for
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.runner import Launched, Outcome, Runner
 from quantkit.runtime.sampler import Sampler
-from quantkit.runtime.scheduler import Share, StepPlan
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculative import SpeculativeOptions
+from quantkit.runtime.step_plan import Share, StepPlan
 
 
 def prompts() -> list[str]:

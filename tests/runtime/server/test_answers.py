@@ -8,8 +8,8 @@ import pytest
 from quantkit.errors import QuantkitError
 from quantkit.runtime.engine import Delta
 from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.answers import Answers, Piece
-from quantkit.runtime.server.engine_client import Answering, EngineDied
 from quantkit.runtime.startup import load_tokenizer
 from quantkit.sources import model_folder
 

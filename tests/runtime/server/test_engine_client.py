@@ -15,7 +15,8 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.server.engine_client import Answering, EngineClient, EngineDied
+from quantkit.runtime.server.answering import Answering, EngineDied
+from quantkit.runtime.server.engine_client import EngineClient
 
 PROMPT = [420, 518, 1060]
 pytestmark = pytest.mark.xdist_group("engine-process")
