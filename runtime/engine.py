@@ -25,7 +25,7 @@ from quantkit.runtime.prompt_logprobs import PromptLogprobs
 from quantkit.runtime.runner import Launched, Runner, Sampled
 from quantkit.runtime.scheduler import Limits, Scheduler
 from quantkit.runtime.sequence import FinishReason, Guide, Sequence
-from quantkit.runtime.speculative import make_speculation
+from quantkit.runtime.speculative import Speculation
 from quantkit.runtime.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Engine:
         plan: MemoryPlan,
         options: EngineOptions,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
         self.options = options
@@ -95,7 +96,7 @@ class Engine:
         self._sequence_ids = count()
         self._random = Random(options.seed)
         self._in_flight: Launched | None = None
-        self._speculation = make_speculation(options.speculative)
+        self._speculation = speculation or Speculation()
         self.steps = 0
         self.generated = 0  # tokens
 
@@ -163,6 +164,7 @@ class Engine:
         """Launches the next step and brings what is ready: with overlap, the tokens of the step before."""
         self._speculation.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
+        self._speculation.complete(plan)
         launched = None
         if plan.shares:
             now = time.monotonic()

@@ -30,10 +30,11 @@ class MemoryPlan:
     page_size: int
     pages: int  # the padding page included
     max_context: int
+    draft_page_bytes: int = 0  # of a draft model's cache, which has as many pages
 
     @property
     def cache(self) -> int:
-        return self.pages * self.page_bytes
+        return self.pages * (self.page_bytes + self.draft_page_bytes)
 
     @property
     def kv_tokens(self) -> int:
@@ -51,9 +52,15 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, weights: int, dtype: torch.dtype, options: EngineOptions, available: int | None = None
+    config: ModelConfig,
+    weights: int,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    available: int | None = None,
+    draft: ModelConfig | None = None,
 ) -> MemoryPlan:
-    """The plan for a model of so many bytes; raises InputError, naming the flags to change, where it does not fit."""
+    """The plan for a model (and its draft) of so many bytes; raises InputError, naming the flags to change, where it
+    does not fit."""
     device = options.torch_device
     if available is None:
         available = available_memory(device, options.memory_share)
@@ -72,19 +79,21 @@ def plan_memory(
         page_size=options.page_size,
         pages=0,
         max_context=context,
+        draft_page_bytes=0 if draft is None else _page_bytes(draft, dtype, options),
     )
     left = available - plan.weights - plan.activations - plan.graphs
     return _with_pages(plan, left, device, options)
 
 
 def _with_pages(plan: MemoryPlan, left: int, device: torch.device, options: EngineOptions) -> MemoryPlan:
-    fits = max(0, left // plan.page_bytes)
+    page_bytes = plan.page_bytes + plan.draft_page_bytes
+    fits = max(0, left // page_bytes)
     wanted = fits
     useful = -(-plan.max_context // plan.page_size) * options.sequences + 1
     if options.kv_tokens is not None:
         wanted = -(-options.kv_tokens // plan.page_size) + 1
     elif device.type == "cpu":
-        wanted = min(fits, max(_CPU_CACHE // plan.page_bytes, -(-plan.max_context // plan.page_size) + 1))
+        wanted = min(fits, max(_CPU_CACHE // page_bytes, -(-plan.max_context // plan.page_size) + 1))
     pages = min(wanted, useful) if options.kv_tokens is None else wanted
     if pages > fits or fits < 2:
         raise InputError(

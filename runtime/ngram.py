@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quantkit.runtime.runner import Outcome
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.step_plan import StepPlan
 
 LONGEST, SHORTEST = 4, 2  # tokens that must be the same, the longest first
 
@@ -41,6 +43,12 @@ class NgramDrafter:
             if found is not None:
                 return tokens[found : found + most]
         return []
+
+    def complete(self, plan: StepPlan) -> None:
+        """Everything was guessed before."""
+
+    def see(self, outcome: Outcome) -> None:
+        """Its index looks at tokens, not at guesses."""
 
     def forget(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence.id, None)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.runtime.ngram import NgramDrafter
 from quantkit.runtime.runner import Outcome
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.step_plan import StepPlan
 
 MOST_GUESSES = 16
-_DEFAULTS = {"ngram": 8}  # kind -> guesses
+_DEFAULTS = {"ngram": 8, "draft": 4}  # kind -> guesses
+_EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4"
 
 
 class Drafter(Protocol):
@@ -28,6 +29,12 @@ class Drafter(Protocol):
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
         """Up to so many tokens that may follow; empty where there is no good guess."""
+
+    def complete(self, plan: StepPlan) -> None:
+        """The step as it is planned: the last moment to change what is guessed, in drafts of the same length."""
+
+    def see(self, outcome: Outcome) -> None:
+        """How a sequence's guesses did, before its tokens become known."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
@@ -37,15 +44,19 @@ class Drafter(Protocol):
 class SpeculativeOptions:
     """What `--speculative` says."""
 
-    kind: str
+    kind: str  # of _DEFAULTS
     most: int  # guesses in one step
+    path: str | None = None  # of a draft model
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
-        """From `ngram` or `ngram,k=8`."""
-        kind, *rest = (part.strip() for part in text.split(","))
+        """From `ngram`, `ngram,k=8` or `draft=PATH,k=4`."""
+        first, *rest = (part.strip() for part in text.split(","))
+        kind, _, path = first.partition("=")
         if kind not in _DEFAULTS:
-            raise InputError(f"speculative is '{text}': {did_you_mean(kind, _DEFAULTS)}")
+            raise InputError(f"speculative is '{text}', {_EXAMPLES}: {did_you_mean(kind, _DEFAULTS)}")
+        if (kind == "draft") != bool(path):
+            raise InputError(f"speculative is '{text}', but must be {_EXAMPLES}")
         most = _DEFAULTS[kind]
         for part in rest:
             name, _, value = part.partition("=")
@@ -54,7 +65,7 @@ class SpeculativeOptions:
             if not value.isdecimal() or not 1 <= int(value) <= MOST_GUESSES:
                 raise InputError(f"speculative is '{text}': k must be a whole number from 1 to {MOST_GUESSES}")
             most = int(value)
-        return cls(kind, most)
+        return cls(kind, most, path or None)
 
 
 class Speculation:
@@ -82,7 +93,13 @@ class Speculation:
                 if left > 0:
                     sequence.draft = self._drafter.guess(sequence, min(self._most, left))
 
+    def complete(self, plan: StepPlan) -> None:
+        if self._drafter is not None:
+            self._drafter.complete(plan)
+
     def see(self, outcome: Outcome) -> None:
+        if self._drafter is not None and outcome.share.sequence.speculates:
+            self._drafter.see(outcome)
         if outcome.share.draft:
             self.steps += 1
             self.guessed += len(outcome.share.draft)
@@ -91,11 +108,3 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         if self._drafter is not None:
             self._drafter.forget(sequence)
-
-
-def make_speculation(text: str | None) -> Speculation:
-    """From the engine's option; None: plain decoding."""
-    if text is None:
-        return Speculation()
-    options = SpeculativeOptions.parse(text)
-    return Speculation(NgramDrafter(), options.most)

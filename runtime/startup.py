@@ -14,6 +14,7 @@ import torch
 from quantkit.arch import Config
 from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.progress import Progress, silent
+from quantkit.runtime.draft_model import DraftModel
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.layers import Weights
 from quantkit.runtime.loading import load_weights
@@ -26,6 +27,7 @@ from quantkit.runtime.places import Places
 from quantkit.runtime.rope import rope_tables
 from quantkit.runtime.runner import Runner
 from quantkit.runtime.sampler import Sampler
+from quantkit.runtime.speculation_setup import check_draft_context, draft_cache, find_draft, make_speculation
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
@@ -69,7 +71,10 @@ def start_engine(
         return load_weights(checkpoint, config, dtype, options.torch_device, on_block)
 
     size = weight_bytes(checkpoint, dtype)
-    return build_engine(checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer)
+    draft = find_draft(checkpoint, config, options)
+    return build_engine(
+        checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft
+    )
 
 
 def build_engine(
@@ -82,26 +87,40 @@ def build_engine(
     *,
     stages: Stages,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    draft: DraftModel | None = None,
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit."""
     device = options.torch_device
     ops = ops_for(device, dtype)
     _check_kernels(config, dtype, options)
+    if draft is not None:
+        _check_kernels(draft.config, dtype, options)
+        weight_size += draft.size
     with stages.stage("device"):
-        plan = plan_memory(config, weight_size, dtype, options)
+        plan = plan_memory(config, weight_size, dtype, options, draft=draft.config if draft else None)
+        check_draft_context(draft, plan.max_context)
     with stages.stage("weights"):
         weights = load()
+        draft_weights = draft.load() if draft else weights
         if device.type == "cuda":
             torch.cuda.synchronize()
-    plan = _refined(plan, config, dtype, options)
+
+    def make_draft(model: DraftModel) -> tuple[Decoder, KvCache, Sampler]:
+        tables = rope_tables(model.raw, model.config, plan.max_context, device)
+        decoder = Decoder(model.config, draft_weights, tables, ops, _attention_scratch(model.config, options))
+        sampler = Sampler(ops, model.config.vocab, options.sequences, device)
+        return decoder, draft_cache(model.config, cache, dtype), sampler
+
+    plan = _refined(plan, config, dtype, options, draft)
     with stages.stage("cache"):
         cache = _allocate_cache(config, plan, dtype, options)
         tables = rope_tables(raw, config, plan.max_context, device)
         decoder = Decoder(config, weights, tables, ops, _attention_scratch(config, options))
         runner = _make_runner(decoder, cache, ops, plan, options)
+        speculation = make_speculation(options, draft, make_draft)
     with stages.stage("graphs"):
         runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-    engine = Engine(config, runner, plan, options, tokenizer)
+    engine = Engine(config, runner, plan, options, tokenizer, speculation)
     if options.warm_up and device.type == "cuda":
         from quantkit.runtime.warm_up import warm_up
 
@@ -118,14 +137,17 @@ def _make_runner(decoder: Decoder, cache: KvCache, ops: Ops, plan: MemoryPlan, o
     return Runner(decoder, cache, sampler, places, graphs=options.graphs and device.type == "cuda")
 
 
-def _refined(plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> MemoryPlan:
+def _refined(
+    plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: DraftModel | None
+) -> MemoryPlan:
     """The plan once more, with what the weights really took."""
     device = options.torch_device
     if device.type != "cuda":
         return plan
     torch.cuda.empty_cache()
     left = available_memory(device, options.memory_share)
-    return plan_memory(config, plan.weights, dtype, options, available=left + plan.weights)
+    beside = draft.config if draft else None
+    return plan_memory(config, plan.weights, dtype, options, available=left + plan.weights, draft=beside)
 
 
 def _allocate_cache(config: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, options: EngineOptions) -> KvCache:

@@ -19,7 +19,9 @@ _ENGINE = (
     click.option("--step-tokens", type=int, metavar="N", help="Most tokens of one step; default: 8192, on a CPU 512."),
     click.option("--kv-dtype", default="auto", show_default=True, help="Of the cache: auto (as activations) or fp8."),
     click.option("--kv-tokens", type=int, metavar="N", help="Tokens in the cache; default: what memory allows."),
-    click.option("--speculative", metavar="HOW", help="Guess tokens and verify several at once: ngram or ngram,k=8."),
+    click.option(
+        "--speculative", metavar="HOW", help="Guess tokens, verify several at once: ngram,k=8 or draft=PATH,k=4."
+    ),
     click.option("--memory-share", default=0.9, show_default=True, help="Of the GPU's memory that may be used."),
 )
 _SAMPLING = (

@@ -66,6 +66,12 @@ class Guesser:
         right = [drawn(sequence.seed, len(sequence.tokens) + ahead) for ahead in range(random.randint(0, most))]
         return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right]
 
+    def complete(self, plan: StepPlan) -> None:
+        pass
+
+    def see(self, outcome: Outcome) -> None:
+        pass
+
     def forget(self, sequence: Sequence) -> None:
         pass
 

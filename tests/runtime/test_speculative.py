@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from quantkit.runtime.sampler import Sampler
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculative import SpeculativeOptions
 from quantkit.runtime.step_plan import Share, StepPlan
+from quantkit.sources import model_folder
 
 
 def prompts() -> list[str]:
@@ -78,12 +82,13 @@ def plain() -> list[tuple[list[int], str | None]]:
     return told(serve(engine_of(), seed=1)[0])
 
 
+@pytest.mark.parametrize("how", ["ngram,k=6", "draft=demo-draft,k=3"])
 @pytest.mark.parametrize("pressure", [{}, {"kv_tokens": 288}, {"kv_tokens": 288, "swap_gib": 0.05}], ids=str)
 def test_answers_are_those_of_plain_decoding(
-    plain: list[tuple[list[int], str | None]], pressure: dict[str, Any]
+    plain: list[tuple[list[int], str | None]], how: str, pressure: dict[str, Any]
 ) -> None:
     """Greedy and sampled, under random arrivals, chunked prompts, shared prefixes and preemption."""
-    requests, engine = serve(engine_of(speculative="ngram,k=6", overlap=True, **pressure), seed=1)
+    requests, engine = serve(engine_of(speculative=how, overlap=True, **pressure), seed=1)
     assert told(requests) == plain
     speculation = engine._speculation
     assert 100 < speculation.accepted < speculation.guessed
@@ -92,12 +97,27 @@ def test_answers_are_those_of_plain_decoding(
         assert engine.scheduler.preemptions > 0
 
 
-def test_fewer_steps_where_the_text_repeats_itself() -> None:
+@pytest.mark.parametrize("how", ["ngram,k=8", "draft=demo-draft", "draft=demo"])
+def test_fewer_steps(how: str) -> None:
     prompt, params = "a b c d e f " * 12, SamplingParams(max_tokens=48, ignore_eos=True)
-    plain, guessed = engine_of(), engine_of(speculative="ngram,k=8")
+    plain, guessed = engine_of(), engine_of(speculative=how)
     answers = [llm.generate(prompt, params)[0] for llm in (plain, guessed)]
     assert answers[0].text == answers[1].text
     assert guessed.engine.steps < 0.8 * plain.engine.steps
+    if how == "draft=demo":  # the model itself guesses right, always
+        assert guessed.engine._speculation.accepted == guessed.engine._speculation.guessed
+        assert guessed.engine.steps <= plain.engine.steps / 5 + 2
+
+
+def test_a_draft_of_the_model_itself_guesses_what_is_sampled() -> None:
+    """Both draw with the same random numbers: where probabilities are the same, every guess is right."""
+    params = [
+        SamplingParams(max_tokens=30, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True) for seed in range(4)
+    ]
+    llm = engine_of(speculative="draft=demo,k=4")
+    llm.generate(prompts()[:4], params)
+    speculation = llm.engine._speculation
+    assert speculation.accepted == speculation.guessed > 80
 
 
 def test_log_probabilities_are_those_of_plain_decoding() -> None:
@@ -156,17 +176,30 @@ def verified(sequences: list[Sequence], drafts: list[tuple[int, ...]], position:
     return Runner.collect(None, Launched(StepPlan(shares), shares, samples, {}, None))  # type: ignore[arg-type]
 
 
-def pairs_drawn(params: SamplingParams, draft: tuple[int, ...], spoil: float = 0.0) -> Tensor:
+def guessed(sequences: list[Sequence], draft: tuple[int, ...] | str) -> list[tuple[int, ...]]:
+    """The same draft for all, or what another chain draws with each sequence's own random numbers."""
+    if not isinstance(draft, str):
+        return [draft] * len(sequences)
+    sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"))
+    tokens, found = torch.full((len(sequences),), START), []
+    for position in (1, 2):
+        places = torch.zeros(len(sequences), dtype=torch.int64)
+        tokens = sampler(CHAIN.flip(0)[tokens] + CHAIN[tokens], sequences, places, places + position).tokens
+        found.append(tokens.tolist())
+    return list(zip(*found, strict=True))
+
+
+def pairs_drawn(params: SamplingParams, draft: tuple[int, ...] | str, spoil: float = 0.0) -> Tensor:
     """How often each pair of tokens was drawn, [first, second]. `spoil`: a share of wrong guesses taken for right."""
     counts = torch.zeros(len(CHAIN), len(CHAIN), dtype=torch.int64)
     dice = random.Random(5)
     for first in range(0, SAMPLES, BATCH):
         made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(first, first + BATCH)]
         short = []
-        for outcome in verified(made, [draft] * BATCH, position=1):
+        for outcome in verified(made, guessed(made, draft), position=1):
             tokens = [sampled.token for sampled in outcome.tokens]
             if spoil and outcome.accepted == 0 and dice.random() < spoil:
-                tokens[0] = draft[0]
+                tokens[0] = outcome.share.draft[0]
             outcome.share.sequence.tokens += tokens[:2]
             if len(tokens) < 2:
                 short.append(outcome.share.sequence)
@@ -193,9 +226,11 @@ def limit(freedom: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("params", "draft"), [*((params, (0,)) for params in SETTINGS), (SETTINGS[0], (2, 1))], ids=str
+    ("params", "draft"),
+    [*((params, (0,)) for params in SETTINGS), *((params, "model") for params in SETTINGS[1:]), (SETTINGS[0], (2, 1))],
+    ids=str,
 )
-def test_samples_have_the_target_distribution(params: SamplingParams, draft: tuple[int, ...]) -> None:
+def test_samples_have_the_target_distribution(params: SamplingParams, draft: tuple[int, ...] | str) -> None:
     statistic, freedom = chi_square(pairs_drawn(params, draft), params)
     assert statistic < limit(freedom)
 
@@ -215,7 +250,9 @@ def test_an_error_of_one_percent_would_be_seen() -> None:
         ("ngram,k=17", ("1 to 16",)),
         ("ngram,k=many", ("whole number",)),
         ("ngram,n=3", ("'n'", "known: k")),
-        ("", ("Known: ngram",)),
+        ("", ("Known: draft, ngram",)),
+        ("draft", ("draft=PATH",)),
+        ("ngram=x", ("ngram,k=8",)),
     ],
 )
 def test_wrong_input(text: str, words: tuple[str, ...]) -> None:
@@ -230,3 +267,33 @@ def test_wrong_input(text: str, words: tuple[str, ...]) -> None:
 def test_options() -> None:
     assert SpeculativeOptions.parse("ngram") == SpeculativeOptions("ngram", 8)
     assert replace(SpeculativeOptions.parse("ngram, k=3"), most=8) == SpeculativeOptions("ngram", 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("vocabulary", ("512 tokens", "4096")),
+        ("tokenizer", ("numbers tokens otherwise", "same tokenizer")),
+        ("positions", ("64 positions", "--max-context 64")),
+        ("missing", ("no model at",)),
+    ],
+)
+def test_a_draft_that_does_not_fit(tmp_path: Path, tiny_model: Path, change: str, words: tuple[str, ...]) -> None:
+    folder = tmp_path / "draft"
+    if change == "vocabulary":
+        folder = tiny_model
+    elif change != "missing":
+        shutil.copytree(model_folder("demo-draft"), folder)
+    if change == "tokenizer":
+        file = folder / "tokenizer.json"
+        contents = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = contents["model"]["vocab"]
+        vocabulary["\u0120the"], vocabulary["\u0120of"] = vocabulary["\u0120of"], vocabulary["\u0120the"]
+        file.write_text(json.dumps(contents), encoding="utf-8")
+    if change == "positions":
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 64}))
+    with pytest.raises(InputError) as refused:
+        engine_of(speculative=f"draft={folder}")
+    for word in words:
+        assert word in str(refused.value)

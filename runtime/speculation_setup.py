@@ -1,0 +1,91 @@
+"""What `--speculative` asks for, made ready: checked before anything is loaded, loaded beside the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.runtime.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.loading import load_weights
+from quantkit.runtime.memory import weight_bytes
+from quantkit.runtime.model import Decoder, KvCache
+from quantkit.runtime.model_config import ModelConfig, read_model_config
+from quantkit.runtime.ngram import NgramDrafter
+from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.sampler import Sampler
+from quantkit.runtime.speculative import Speculation, SpeculativeOptions
+from quantkit.sources import model_folder
+
+MakeDecoder = Callable[[DraftModel], tuple[Decoder, KvCache, Sampler]]
+
+
+def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) -> DraftModel | None:
+    """The draft model that the options name, after a look at whether it speaks the target's language."""
+    if options.speculative is None:
+        return None
+    asked = SpeculativeOptions.parse(options.speculative)
+    if asked.path is None:
+        return None
+    checkpoint = Checkpoint(model_folder(asked.path))
+    draft = read_model_config(checkpoint.config)
+    if draft.vocab != config.vocab:
+        raise InputError(
+            f"the draft {asked.path} has {draft.vocab} tokens, the model {config.vocab}; a draft needs the same tokens"
+        )
+    _check_tokenizers(target.folder, checkpoint.folder, asked.path)
+    dtype = options.torch_dtype(target.dtype)
+    return DraftModel(
+        raw=checkpoint.config,
+        config=draft,
+        load=lambda: load_weights(checkpoint, draft, dtype, options.torch_device),
+        size=weight_bytes(checkpoint, dtype),
+    )
+
+
+def make_speculation(options: EngineOptions, draft: DraftModel | None, make_decoder: MakeDecoder) -> Speculation:
+    """For an engine whose memory is planned; `make_decoder` loads the draft and gives it its cache."""
+    if options.speculative is None:
+        return Speculation()
+    asked = SpeculativeOptions.parse(options.speculative)
+    if draft is None:
+        if asked.kind == "draft":
+            raise InputError(f"speculative is '{options.speculative}', but a shape has no draft model; use ngram")
+        return Speculation(NgramDrafter(), asked.most)
+    return Speculation(ModelDrafter(*make_decoder(draft)), asked.most)
+
+
+def check_draft_context(draft: DraftModel | None, max_context: int) -> None:
+    if draft is not None and draft.config.max_positions < max_context:
+        raise InputError(
+            f"the draft was made for {draft.config.max_positions} positions, but contexts go up to {max_context}; "
+            f"use --max-context {draft.config.max_positions}, or another draft"
+        )
+
+
+def _check_tokenizers(target: Path, draft: Path, named: str) -> None:
+    """Where both folders have one: every token must have the same number."""
+    from quantkit.runtime.startup import load_tokenizer
+
+    own, other = load_tokenizer(target), load_tokenizer(draft)
+    if own is None or other is None:
+        return
+    ours, theirs = own.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        different = next((token for token in ours if ours[token] != theirs.get(token)), "more tokens")
+        raise InputError(
+            f"the draft {named} numbers tokens otherwise than the model (the first: {different!r}); its guesses would "
+            "mean other words; use a draft with the same tokenizer"
+        )
+
+
+def draft_cache(draft: ModelConfig, like: KvCache, dtype: torch.dtype) -> KvCache:
+    """As many pages as the target's cache, of the same kind."""
+    pages = like.pages
+    shape = (draft.layers, 2, pages.shape[2], draft.kv_heads, pages.shape[4], draft.head_dim)
+    made = torch.empty(shape, dtype=pages.dtype, device=pages.device)
+    made.view(torch.uint8)[:, :, 0] = 0
+    return KvCache(made, torch.ones(draft.kv_heads, device=pages.device) if pages.dtype != dtype else None)
