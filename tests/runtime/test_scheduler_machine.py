@@ -149,7 +149,8 @@ class PaperRunner:
             self.host[sequence.id] = [list(self.pages[page]) for page in taken]
         for sequence, given in plan.swap_in:
             assert sequence.id in self.host, f"sequence {sequence.id} comes back, but was never brought to the host"
-            for page, contents in zip(given, self.host.pop(sequence.id), strict=True):
+            kept = self.host.pop(sequence.id)[: len(given)]  # pages of a draft that was wrong stay behind
+            for page, contents in zip(given, kept, strict=True):
                 self.pages[page] = contents
             sequence.swapped = None
         copied = [(target, list(self.pages[source])) for source, target in plan.copies]
