@@ -1,6 +1,7 @@
 """Tasks on quantkit's engine against lm-eval's own `hf` model, item by item, in float32 on a CPU."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,12 @@ def test_choices_share_their_context(engine_model: EngineModel) -> None:
     before = scheduler.reused_tokens
     engine_model.loglikelihood(requests("loglikelihood", *((context, f" {choice}") for choice in "ABCD")))
     assert scheduler.reused_tokens - before == 3 * (length // 16 * 16)
+
+
+def test_the_option_of_eval(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    args = ("--tasks", "local_last_word", "--limit", 2, "--device", "cpu", "--json")
+    code, out, _ = run_cli("eval", "demo", *args)
+    assert code == 0
+    found = json.loads(out)
+    assert {score["task"] for score in found["scores"]} == {"local_last_word"}
+    assert all(score["n"] == 2 for score in found["scores"])
