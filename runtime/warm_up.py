@@ -1,8 +1,9 @@
 """What the first requests would wait for, done before they come: kernels compiled or loaded, graphs captured.
 
 A kernel that no step has used yet takes milliseconds to load, and a second to compile where it is new on this machine;
-in the middle of service everybody would wait for it. Linear layers have a kernel for each range of token counts, so
-prompts of every range run once, with every kind of sampling; then graphs are captured. On a CPU nothing is compiled.
+in the middle of service everybody would wait for it. Linear layers have a kernel for each range of token counts, and
+attention one for each range of new tokens, for few and for many sequences: prompts of every range run once, and every
+kind of sampling; then graphs are captured. On a CPU nothing is compiled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.graphs import graph_sizes
 from quantkit.runtime.params import SamplingParams
 
+_MANY = 64  # sequences, enough to fill a GPU with one program for each and KV head
+_NEW_TOKENS = (2, 4, 8, 16, 32)  # of each sequence
 _EVERY_SIZE_UP_TO = 64  # sequences; larger graphs are captured at every fourth size, and serve those between
 _KINDS = (
     SamplingParams(max_tokens=2, ignore_eos=True),
@@ -30,10 +33,14 @@ _KINDS = (
 def warm_up(engine: Engine, on_part: Progress = silent) -> None:
     """Leaves the engine as it was: nothing cached, nothing counted."""
     random, counts, sizes = Random(0), list(token_counts(engine)), sizes_to_capture(engine.options.sequences)
-    total = len(counts) + len(_KINDS) + len(sizes)
+    loads = attention_loads(engine)
+    total = len(counts) + len(loads) + len(_KINDS) + len(sizes)
     for count in counts:
         _run(engine, random, _lengths(count, engine), _KINDS[0])
         on_part(f"{count} tokens", total)
+    for lengths in loads:
+        _run(engine, random, lengths, _KINDS[0])
+        on_part(f"{len(lengths)} prompts", total)
     for number, params in enumerate(_KINDS):
         _run(engine, random, [1, 1], params)
         on_part(f"sampling {number + 1}", total)
@@ -54,6 +61,15 @@ def token_counts(engine: Engine) -> Iterator[int]:
     yield from sorted(count for count in counts if 2 <= count <= most)
 
 
+def attention_loads(engine: Engine) -> list[list[int]]:
+    """Prompt lengths for each kernel of attention: so many new tokens in few and in many sequences, and single tokens
+    beside a prompt."""
+    longest, many = _longest(engine), min(_MANY, engine.options.sequences)
+    lengths = [length for length in _NEW_TOKENS if length <= longest]
+    few_and_many = [[length] * count for count in sorted({1, many}) for length in lengths]
+    return [*few_and_many, [1] * (many - 1) + [min(2 * _NEW_TOKENS[-1], longest)]]
+
+
 def sizes_to_capture(sequences: int) -> list[int]:
     sizes = graph_sizes(sequences)
     small, large = [[size for size in sizes if (size <= _EVERY_SIZE_UP_TO) == wanted] for wanted in (True, False)]
@@ -62,11 +78,14 @@ def sizes_to_capture(sequences: int) -> list[int]:
 
 def _lengths(tokens: int, engine: Engine) -> list[int]:
     """Prompts that together have so many tokens, the first of them a single one: both kinds of attention run."""
-    longest = engine.memory.max_context - 2
     lengths = [1]
     while (left := tokens - sum(lengths)) > 0 and len(lengths) < engine.options.sequences:
-        lengths.append(min(left, longest))
+        lengths.append(min(left, _longest(engine)))
     return lengths
+
+
+def _longest(engine: Engine) -> int:
+    return engine.memory.max_context - 2
 
 
 def _run(engine: Engine, random: Random, lengths: list[int], params: SamplingParams) -> None:

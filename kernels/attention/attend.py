@@ -76,7 +76,7 @@ def make_scratch(
 ) -> Scratch:
     """A scratch that is large enough for every call with at most so many sequences and new tokens."""
     padded_dim = triton.next_power_of_2(head_dim)
-    rows = max(min(max_queries * (heads // kv_heads), LARGEST_ROWS), ROWS_BESIDE_PREFILL)
+    rows = max(min(_compiled_rows(max_queries, heads // kv_heads), LARGEST_ROWS), ROWS_BESIDE_PREFILL)
     per_multiprocessor = MOST_PROGRAMS_PER_SM if config is None else config.programs_per_sm
     return Scratch.allocate(
         device,
@@ -173,10 +173,15 @@ class Plan:
     prefill: bool
 
 
+def _compiled_rows(max_queries: int, group: int) -> int:
+    """The kernel is compiled for a number of rows: that of decoding, or a power of two that the smallest tile fills."""
+    return group if max_queries == 1 else max(ROWS_BESIDE_PREFILL, triton.next_power_of_2(max_queries * group))
+
+
 def plan(tokens: int, sequences: int, max_queries: int, group: int) -> Plan:
     """Rows of a sequence are its new tokens times `group`. A batch of equal prompts needs no decode kernel."""
     if max_queries * group <= LARGEST_ROWS:
-        return Plan(decode_rows=max_queries * group, prefill=False)
+        return Plan(decode_rows=_compiled_rows(max_queries, group), prefill=False)
     if tokens >= sequences * max_queries:
         return Plan(decode_rows=0, prefill=True)
     return Plan(decode_rows=max(ROWS_BESIDE_PREFILL, group), prefill=True)

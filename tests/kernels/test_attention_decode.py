@@ -147,6 +147,8 @@ def test_scratch_needs() -> None:
 def test_plan() -> None:
     assert plan(tokens=5, sequences=5, max_queries=1, group=4) == Plan(4, prefill=False)
     assert plan(tokens=40, sequences=5, max_queries=16, group=4) == Plan(64, prefill=False)
+    few = {plan(tokens=40, sequences=5, max_queries=new, group=3).decode_rows for new in range(2, 22)}
+    assert few == {16, 32, 64}  # and not one kernel for each count
     assert plan(tokens=200, sequences=2, max_queries=100, group=4) == Plan(0, prefill=True)
     assert plan(tokens=101, sequences=2, max_queries=100, group=4) == Plan(16, prefill=True)
     assert plan(tokens=101, sequences=2, max_queries=100, group=32) == Plan(32, prefill=True)

@@ -18,10 +18,12 @@ def engine() -> Engine:
 
 def test_every_range_of_the_kernels_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
+    attention: set[tuple[bool, int]] = set()
     launch = engine.runner.launch
 
     def watched(plan):  # type: ignore[no-untyped-def]
         seen.append(sum(share.count for share in plan.shares))
+        attention.add((len(plan.shares) == 8, max(share.count for share in plan.shares)))
         return launch(plan)
 
     monkeypatch.setattr(engine.runner, "launch", watched)
@@ -29,6 +31,7 @@ def test_every_range_of_the_kernels_runs(engine: Engine, monkeypatch: pytest.Mon
     warm_up(engine, lambda part, total: parts.append(f"{part} of {total}"))
     assert {*(most for most in BUCKETS if most <= 256), 300} <= set(seen)
     assert max(seen) == 300
+    assert {(many, tokens) for many in (False, True) for tokens in (2, 4, 8, 16, 32)} <= attention
     assert len(parts) == int(parts[0].rpartition(" ")[2])
 
 
