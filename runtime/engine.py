@@ -25,7 +25,7 @@ from quantkit.runtime.prompt_logprobs import PromptLogprobs
 from quantkit.runtime.runner import Launched, Runner, Sampled
 from quantkit.runtime.scheduler import Limits, Scheduler
 from quantkit.runtime.sequence import FinishReason, Guide, Sequence
-from quantkit.runtime.speculative import Speculation
+from quantkit.runtime.speculation.speculation import Speculation
 from quantkit.runtime.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Engine:
         self._sequence_ids = count()
         self._random = Random(options.seed)
         self._in_flight: Launched | None = None
-        self._speculation = speculation or Speculation()
+        self.speculation = speculation or Speculation()
         self.steps = 0
         self.generated = 0  # tokens
 
@@ -145,7 +145,7 @@ class Engine:
                 needs_all_logits=params.prompt_logprobs is not None and index == 0,
                 guide=guides[index] if guides else None,
             )
-            sequence.speculates = self._speculation.serves(sequence)
+            sequence.speculates = self.speculation.serves(sequence)
             request.sequences.append(sequence)
             request.streams.append(self._stream(prompt, params))
             self._owners[sequence.id] = (request, index)
@@ -162,9 +162,9 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Launches the next step and brings what is ready: with overlap, the tokens of the step before."""
-        self._speculation.propose(self.scheduler.running)
+        self.speculation.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
-        self._speculation.complete(plan)
+        self.speculation.complete(plan)
         launched = None
         if plan.shares:
             now = time.monotonic()
@@ -214,7 +214,7 @@ class Engine:
             sequence.pending -= 1
             if sequence.finished is None:
                 self.scheduler.settle(outcome.share, outcome.accepted)
-                self._speculation.see(outcome)
+                self.speculation.see(outcome)
             for sampled in outcome.tokens:
                 if sequence.finished is None:
                     deltas.append(self._advance(sequence, sampled))
@@ -257,7 +257,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence, reason)
         self._owners.pop(sequence.id, None)
-        self._speculation.forget(sequence)
+        self.speculation.forget(sequence)
 
 
 def check_request(prompt: list[int], params: SamplingParams, max_context: int, vocab: int) -> None:

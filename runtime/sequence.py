@@ -66,6 +66,8 @@ class Sequence:
     guide: Guide | None = None  # structured output: which tokens may come next
     speculates: bool = False  # drafts are guessed for it, which needs to know its last token
     draft: list[int] = field(default_factory=list)  # guessed tokens, to be verified by the next step
+    guessed: int = 0  # tokens in drafts that were verified
+    accepted: int = 0  # of these
     started: float | None = None  # when it was first scheduled, by the clock of its arrival
     swapped: Swapped | None = None  # its pages in host memory, where it was preempted that way
 

@@ -25,7 +25,7 @@ from quantkit.runtime.prompt_logprobs import PromptLogprobs
 from quantkit.runtime.runner import Outcome, Sampled
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.sequence import Sequence
-from quantkit.runtime.speculative import Speculation
+from quantkit.runtime.speculation.speculation import Speculation
 from quantkit.runtime.step_inputs import FROM_PLACE, InputMaker
 from quantkit.runtime.step_plan import Share, StepPlan
 

@@ -18,13 +18,13 @@ from quantkit.errors import InputError
 from quantkit.kernels.reference import sampling
 from quantkit.runtime.engine import Engine, Request
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.ngram import NgramDrafter
+from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.ops import ops_for
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.runner import Launched, Outcome, Runner
 from quantkit.runtime.sampler import Sampler
 from quantkit.runtime.sequence import Sequence
-from quantkit.runtime.speculative import SpeculativeOptions
+from quantkit.runtime.speculation.speculation import SpeculativeOptions
 from quantkit.runtime.step_plan import Share, StepPlan
 from quantkit.sources import model_folder
 

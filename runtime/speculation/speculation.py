@@ -77,6 +77,11 @@ class Speculation:
         self.steps = 0  # in which a draft was verified, counted for each sequence
         self.guessed = 0  # tokens
         self.accepted = 0  # of these
+        self.saved_seconds = 0.0  # against decoding token by token, as far as the cost of steps is known
+
+    @property
+    def on(self) -> bool:
+        return self._drafter is not None
 
     def serves(self, sequence: Sequence) -> bool:
         """Whether a sequence may speculate. Where logits depend on the tokens before, guesses would change them."""
@@ -101,9 +106,12 @@ class Speculation:
         if self._drafter is not None and outcome.share.sequence.speculates:
             self._drafter.see(outcome)
         if outcome.share.draft:
+            sequence, guessed = outcome.share.sequence, len(outcome.share.draft)
             self.steps += 1
-            self.guessed += len(outcome.share.draft)
+            self.guessed += guessed
             self.accepted += outcome.accepted
+            sequence.guessed += guessed
+            sequence.accepted += outcome.accepted
 
     def forget(self, sequence: Sequence) -> None:
         if self._drafter is not None:

@@ -9,15 +9,15 @@ import torch
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
-from quantkit.runtime.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.speculation.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.loading import load_weights
 from quantkit.runtime.memory import weight_bytes
 from quantkit.runtime.model import Decoder, KvCache
 from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.ngram import NgramDrafter
+from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.sampler import Sampler
-from quantkit.runtime.speculative import Speculation, SpeculativeOptions
+from quantkit.runtime.speculation.speculation import Speculation, SpeculativeOptions
 from quantkit.sources import model_folder
 
 MakeDecoder = Callable[[DraftModel], tuple[Decoder, KvCache, Sampler]]
