@@ -14,7 +14,6 @@ import torch
 from quantkit.arch import Config
 from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.progress import Progress, silent
-from quantkit.runtime.speculation.draft_model import DraftModel
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.layers import Weights
 from quantkit.runtime.loading import load_weights
@@ -27,6 +26,7 @@ from quantkit.runtime.places import Places
 from quantkit.runtime.rope import rope_tables
 from quantkit.runtime.runner import Runner
 from quantkit.runtime.sampler import Sampler
+from quantkit.runtime.speculation.draft_model import DraftModel
 from quantkit.runtime.speculation.setup import check_draft_context, draft_cache, find_draft, make_speculation
 from quantkit.sources import model_folder
 

@@ -9,14 +9,14 @@ import torch
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
-from quantkit.runtime.speculation.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.loading import load_weights
 from quantkit.runtime.memory import weight_bytes
 from quantkit.runtime.model import Decoder, KvCache
 from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.sampler import Sampler
+from quantkit.runtime.speculation.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.speculation.speculation import Speculation, SpeculativeOptions
 from quantkit.sources import model_folder
 

@@ -272,7 +272,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
         runner: Any = self.runner
         self.engine = Engine(config, runner, plan, options)
-        self.engine._speculation = Speculation(Guesser(), guesses) if guesses else Speculation()
+        self.engine.speculation = Speculation(Guesser(), guesses) if guesses else Speculation()
         made = self.engine.scheduler
         self.scheduler = WatchedScheduler(made.pool, replace(made.limits, reserve=reserve))
         self.engine.scheduler = self.scheduler
@@ -409,6 +409,6 @@ def test_traffic_under_pressure() -> None:
     assert sum(machine.scheduler.preemptions for machine in machines) > 1000
     assert sum(machine.scheduler.reused_tokens for machine in machines) > 1000
     assert sum(machine.scheduler.pool.evictions for machine in machines) > 1000
-    right = sum(machine.engine._speculation.accepted for machine in machines)
-    wrong = sum(machine.engine._speculation.guessed for machine in machines) - right
+    right = sum(machine.engine.speculation.accepted for machine in machines)
+    wrong = sum(machine.engine.speculation.guessed for machine in machines) - right
     assert min(right, wrong) > 1000

@@ -18,12 +18,12 @@ from quantkit.errors import InputError
 from quantkit.kernels.reference import sampling
 from quantkit.runtime.engine import Engine, Request
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.ops import ops_for
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.runner import Launched, Outcome, Runner
 from quantkit.runtime.sampler import Sampler
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.speculation.speculation import SpeculativeOptions
 from quantkit.runtime.step_plan import Share, StepPlan
 from quantkit.sources import model_folder
@@ -90,7 +90,7 @@ def test_answers_are_those_of_plain_decoding(
     """Greedy and sampled, under random arrivals, chunked prompts, shared prefixes and preemption."""
     requests, engine = serve(engine_of(speculative=how, overlap=True, **pressure), seed=1)
     assert told(requests) == plain
-    speculation = engine._speculation
+    speculation = engine.speculation
     assert 100 < speculation.accepted < speculation.guessed
     assert speculation.steps > 100
     if pressure:
@@ -105,7 +105,7 @@ def test_fewer_steps(how: str) -> None:
     assert answers[0].text == answers[1].text
     assert guessed.engine.steps < 0.8 * plain.engine.steps
     if how == "draft=demo":  # the model itself guesses right, always
-        assert guessed.engine._speculation.accepted == guessed.engine._speculation.guessed
+        assert guessed.engine.speculation.accepted == guessed.engine.speculation.guessed
         assert guessed.engine.steps <= plain.engine.steps / 5 + 2
 
 
@@ -116,7 +116,7 @@ def test_a_draft_of_the_model_itself_guesses_what_is_sampled() -> None:
     ]
     llm = engine_of(speculative="draft=demo,k=4")
     llm.generate(prompts()[:4], params)
-    speculation = llm.engine._speculation
+    speculation = llm.engine.speculation
     assert speculation.accepted == speculation.guessed > 80
 
 
