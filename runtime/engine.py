@@ -145,7 +145,7 @@ class Engine:
                 needs_all_logits=params.prompt_logprobs is not None and index == 0,
                 guide=guides[index] if guides else None,
             )
-            sequence.speculates = self.speculation.serves(sequence)
+            sequence.speculates = self.speculation.on
             request.sequences.append(sequence)
             request.streams.append(self._stream(prompt, params))
             self._owners[sequence.id] = (request, index)
@@ -161,21 +161,32 @@ class Engine:
                 self._end(sequence, "abort")
 
     def step(self) -> list[Delta]:
-        """Launches the next step and brings what is ready: with overlap, the tokens of the step before."""
+        """Launches the next step and brings what is ready: with overlap, the tokens of the step before.
+
+        Where nobody can go on without these tokens, as in speculation, they are looked at first.
+        """
+        deltas: list[Delta] = []
+        if self._in_flight is not None and all(sequence.must_wait for sequence in self.scheduler.running):
+            ready, self._in_flight = self._in_flight, None
+            deltas = self._take(ready)
+        launched = self._launch()
+        if not self.options.overlaps:
+            return deltas if launched is None else deltas + self._take(launched)
+        ready_now, self._in_flight = self._in_flight, launched
+        return deltas if ready_now is None else deltas + self._take(ready_now)
+
+    def _launch(self) -> Launched | None:
         self.speculation.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
-        self.speculation.complete(plan)
-        launched = None
-        if plan.shares:
-            now = time.monotonic()
-            for share in plan.shares:
-                share.sequence.started = share.sequence.started or now
-            launched = self.runner.launch(plan)
-            self.steps += 1
-        else:
-            self.runner.move_pages(plan)  # everybody gave way, perhaps to host memory
-        ready, self._in_flight = (self._in_flight, launched) if self.options.overlaps else (launched, None)
-        return [] if ready is None else self._take(ready)
+        self.runner.prepare(plan)
+        if not plan.shares:  # everybody gave way, perhaps to host memory
+            return None
+        now = time.monotonic()
+        for share in plan.shares:
+            share.sequence.started = share.sequence.started or now
+        self.speculation.begin(plan)
+        self.steps += 1
+        return self.runner.launch(plan)
 
     def drain(self) -> None:
         """Waits for what is still on its way when all requests have finished: steps that were one too many."""
@@ -188,6 +199,7 @@ class Engine:
         self.scheduler.pool.reset_contents()
         self.scheduler.prompt_tokens = self.scheduler.reused_tokens = self.scheduler.preemptions = 0
         self.steps = self.generated = 0
+        self.speculation.reset()
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
@@ -209,11 +221,16 @@ class Engine:
             if sequence_id in self._owners:
                 self._owners[sequence_id][0].add_prompt_logprobs(found)
         deltas = []
-        for outcome in self.runner.collect(ready):
+        outcomes = self.runner.collect(ready, self.speculation.accepts)
+        if ready.plan.has_trees:
+            self.runner.keep_paths(outcomes)
+        self.speculation.end(ready, outcomes)
+        for outcome in outcomes:
             sequence = outcome.share.sequence
             sequence.pending -= 1
             if sequence.finished is None:
-                self.scheduler.settle(outcome.share, outcome.accepted)
+                in_order = outcome.path == tuple(range(outcome.accepted))
+                self.scheduler.settle(outcome.share, outcome.accepted, in_order)
                 self.speculation.see(outcome)
             for sampled in outcome.tokens:
                 if sequence.finished is None:

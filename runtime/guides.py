@@ -64,9 +64,9 @@ class GuideSpec:
 class Guide:
     """The state of one answer. Guides do not affect each other; one may be used by one thread at a time."""
 
-    def __init__(self, grammar: _Grammar, vocabulary: _Vocabulary) -> None:
+    def __init__(self, grammar: _Grammar, vocabulary: _Vocabulary, matcher: LLMatcher | None = None) -> None:
         self._grammar = grammar
-        self._matcher = grammar.matcher.deep_copy()
+        self._matcher = matcher or grammar.matcher.deep_copy()
         self._vocabulary = vocabulary
         self._words: Words | None = None  # the allowed tokens of the present state, once they were asked for
 
@@ -78,6 +78,15 @@ class Guide:
         """The allowed tokens: bool [vocab] on the CPU, never all False. End tokens, if the answer may end here."""
         bits = np.unpackbits(self._allowed().view(np.uint8), count=self._vocabulary.size, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
+
+    def mask_behind(self, guesses: tuple[int, ...]) -> torch.Tensor:
+        """The allowed tokens if these came first. Raises GuideBroken where they may not; the guide stays as it is."""
+        if self._matcher.is_error() or self._matcher.validate_tokens(list(guesses)) < len(guesses):
+            raise GuideBroken("the guessed tokens do not fit the structured output")
+        ahead = Guide(self._grammar, self._vocabulary, self._matcher.deep_copy())
+        for token in guesses:
+            ahead.advance(token)
+        return ahead.mask()
 
     def advance(self, token: int) -> None:
         """Appends a token to the answer. Raises GuideBroken for one that is not allowed; the guide is unusable then."""

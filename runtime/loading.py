@@ -126,13 +126,25 @@ def load_weights(
     """Every weight of a model, on its device."""
     reader = _Reader(checkpoint, config, dtype, device)
     embedding = reader.tensor("model.embed_tokens.weight", (config.vocab, config.hidden))
+    blocks = load_blocks(checkpoint, config, dtype, device, on_block)
+    norm = reader.tensor("model.norm.weight", (config.hidden,))
+    head = Linear((embedding,)) if config.tied else reader.linear(["lm_head"], [config.vocab], config.hidden)
+    return Weights(embedding, blocks, norm, head)
+
+
+def load_blocks(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_block: Progress = silent,
+) -> tuple[Block, ...]:
+    reader = _Reader(checkpoint, config, dtype, device)
     blocks = []
     for layer in range(config.layers):
         blocks.append(_block(reader, layer))
         on_block(f"block {layer}", config.layers)
-    norm = reader.tensor("model.norm.weight", (config.hidden,))
-    head = Linear((embedding,)) if config.tied else reader.linear(["lm_head"], [config.vocab], config.hidden)
-    return Weights(embedding, tuple(blocks), norm, head)
+    return tuple(blocks)
 
 
 def _block(reader: _Reader, layer: int) -> Block:

@@ -29,6 +29,7 @@ class Batch:
     context_lengths: Tensor  # int32 [sequences], new tokens included
     query_starts: Tensor  # int32 [sequences + 1]
     max_queries: int  # no sequence has more new tokens
+    ancestors: Tensor | None = None  # int64 [tokens], where new tokens are trees: see `kernels/attention/attend.py`
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Decoder:
             soft_cap=config.attention_cap,
             k_scale=cache.scale,
             v_scale=cache.scale,
+            ancestors=batch.ancestors,
             scratch=self._scratch,
         )
         return block.output(attended.flatten(1))

@@ -29,7 +29,7 @@ class EngineOptions:
     share_prefixes: bool = True
     graphs: bool = True  # CUDA graphs for steps that only decode
     overlap: bool | None = None  # prepare a step while the one before runs; None: on a GPU
-    speculative: str | None = None  # such as ngram,k=8 or draft=PATH,k=4: guess tokens, verify several at once
+    speculative: str | None = None  # ngram, draft=PATH, self=RECIPE or medusa=PATH: guess, verify at once
     warm_up: bool = False  # compile kernels and capture graphs for every size first; else when one is needed
     seed: int = 0  # of requests that bring none
 

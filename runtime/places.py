@@ -1,4 +1,7 @@
-"""What the device keeps of running sequences, one row each: the page table and the last token sampled."""
+"""What the device keeps of running sequences, one row each: the page table, the last token sampled, and guesses.
+
+The row behind the last one belongs to nobody: padding reads and writes it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from quantkit.runtime.pool import PADDING_PAGE
 from quantkit.runtime.step_inputs import StepInputs
+from quantkit.runtime.step_plan import FROM_PLACE, MOST_GUESSES
 
 
 @dataclass(frozen=True)
@@ -24,23 +28,29 @@ class SentInputs:
     starts: Tensor
     rows: Tensor
     row_places: Tensor
-    table_index: Tensor
-    table_pages: Tensor
+    ancestors: Tensor
 
 
 class Places:
     def __init__(self, count: int, table_width: int, device: torch.device) -> None:
         self.count = count
         self.device = device
-        self.last_token = torch.zeros(count, dtype=torch.int64, device=device)
-        self.page_table = torch.full((count, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros((count + 1, 1 + MOST_GUESSES), dtype=torch.int64, device=device)  # last one, guesses
+        self.page_table = torch.full((count + 1, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
+
+    @property
+    def padding(self) -> int:
+        return self.count
+
+    def resolve(self, ids: Tensor, places: Tensor) -> Tensor:
+        """Token ids, of which negative ones say where on the device the token is (`step_plan.py`)."""
+        return torch.where(ids < 0, self.tokens[places, (FROM_PLACE - ids).clamp(min=0)], ids)
 
     def send(self, inputs: StepInputs) -> SentInputs:
         """All numbers of a step in one copy."""
-        counts = [after - before for before, after in zip(inputs.starts, inputs.starts[1:], strict=False)]
-        token_places = [place for place, count in zip(inputs.places, counts, strict=True) for _ in range(count)]
+        token_places = [place for place, count in zip(inputs.places, inputs.counts, strict=True) for _ in range(count)]
         parts = [inputs.ids, inputs.positions, inputs.slots, token_places, inputs.places, inputs.contexts,
-                 inputs.starts, inputs.rows, inputs.row_places, inputs.table_index, inputs.table_pages]  # fmt: skip
+                 inputs.starts, inputs.rows, inputs.row_places, inputs.ancestors]  # fmt: skip
         # Each part begins on 16 bytes: Triton compiles a kernel again for pointers that do not.
         padded = [part + [0] * (len(part) % 2) for part in parts]
         flat = self.to_device([number for part in padded for number in part])
@@ -51,12 +61,8 @@ class Places:
         host = torch.tensor(numbers, dtype=torch.int64)
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
-    def update_table(self, inputs: StepInputs) -> None:
-        """Page numbers that the device lacks, for a step whose other numbers travel another way."""
-        if inputs.table_index:
-            index, pages = self.to_device(inputs.table_index + inputs.table_pages).chunk(2)
-            self.apply_table(index, pages)
-
-    def apply_table(self, index: Tensor, pages: Tensor) -> None:
-        if len(index):
-            self.page_table.view(-1)[index] = pages.int()
+    def update_table(self, index: list[int], pages: list[int]) -> None:
+        """Page numbers that the device lacks, at flat indexes."""
+        if index:
+            at, numbers = self.to_device(index + pages).chunk(2)
+            self.page_table.view(-1)[at] = numbers.int()

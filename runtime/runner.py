@@ -7,17 +7,19 @@ step reads that token there, so it can be launched before the host has seen it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantkit.runtime.graphs import DecodeGraphs
+from quantkit.runtime.graphs import Answered, Key, StepGraphs
 from quantkit.runtime.model import Batch, Decoder, KvCache
 from quantkit.runtime.places import Places
 from quantkit.runtime.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from quantkit.runtime.rejection import Proposed
 from quantkit.runtime.sampler import Sampler, Samples
-from quantkit.runtime.step_inputs import InputMaker, StepInputs
+from quantkit.runtime.speculation.compact import keep_path
+from quantkit.runtime.step_inputs import InputMaker, StepInputs, TableChanges
 from quantkit.runtime.step_plan import Share, StepPlan
 
 
@@ -28,8 +30,10 @@ class Launched:
     plan: StepPlan
     sampling: list[Share]
     samples: Samples
+    verified: Tensor | None  # the tokens of the rows behind which a token was sampled, where guesses are among them
     prompts: dict[int, PromptLogprobs]  # sequence id -> log-probabilities of the prompt tokens in this step
     done: torch.cuda.Event | None
+    hidden: Tensor | None = None  # of the rows behind which a token was sampled, on the device, where kept
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,20 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back for one sequence: the tokens of its draft that were right, and the one that follows."""
+    """What came back for one sequence: the tokens of its draft that were right, and the one that follows. `path` has
+    the numbers of these guesses."""
 
     share: Share
     tokens: list[Sampled]
+    path: tuple[int, ...] = ()
 
     @property
     def accepted(self) -> int:
         return len(self.tokens) - 1
+
+
+def is_right(sampled: int, guessed: int) -> bool:
+    return sampled == guessed
 
 
 class Runner:
@@ -59,10 +69,12 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: KvCache, sampler: Sampler, places: Places, graphs: bool) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.places = places
         self._sampler = sampler
-        self._places = places
-        self._maker = InputMaker(places.count, places.page_table.shape[1], cache.page_size)
-        self._graphs = DecodeGraphs(decoder, cache, places) if graphs else None
+        self._changes = TableChanges(places.count, places.page_table.shape[1])
+        self._maker = InputMaker(cache.page_size)
+        self.graphs = StepGraphs(decoder, cache, places) if graphs else None
+        self.keeps_hidden = False
 
     @property
     def device(self) -> torch.device:
@@ -70,69 +82,101 @@ class Runner:
 
     def warm_up(self, sizes: tuple[int, ...]) -> None:
         """Captures graphs before the first request asks for them."""
-        if self._graphs is not None:
+        if self.graphs is not None:
             for size in sizes:
-                self._graphs.capture(size)
+                self.graphs.capture(Key(size, 1))
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Pages are moved, and the device knows who has which; then whoever guesses may do so."""
+        if not plan.answers_only:
+            plan.straighten()
+        self._move_pages(plan)
+        self.places.update_table(*self._changes.of(plan))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Queues one step."""
-        self.move_pages(plan)
+        """Queues one step that was prepared."""
         inputs = self._maker.make(plan)
         sampling = [share for share in plan.shares if share.samples]
         prompts: dict[int, PromptLogprobs] = {}
-        if self._graphs is not None and plan.decodes_only and self._graphs.takes(len(plan.shares)):
-            self._places.update_table(inputs)
-            hidden, row_places, positions = self._graphs.run(inputs)
+        if self._has_graph(plan, inputs):
+            assert self.graphs is not None
+            rows = self.graphs.run(inputs)
         else:
-            batch, rows, row_places = self._send(inputs)
+            batch, at, places = self._send(inputs)
             every = self.decoder.hidden_states(batch, self.cache)
-            hidden, positions = every[rows], batch.positions[rows]
+            rows = Answered(every[at], batch.ids[at], places, batch.positions[at])
             prompts = prompt_logprobs(self.decoder, every, plan, inputs.starts)
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(row_places), prompts)
-        logits = self.decoder.logits(hidden)
+            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts)
         owners = [share.sequence for share in sampling for _ in range(len(share.draft) + 1)]
-        samples = self._sampler(logits, owners, row_places, positions)
-        self._places.last_token[row_places] = samples.tokens
-        return self._bring_back(plan, sampling, samples, prompts)
+        shaped = any(one.guide is not None or one.params.shapes_logits for one in owners)
+        guesses = [before for share in sampling for before in share.guesses_before_rows()] if shaped else None
+        proposed = _proposed(plan, sampling, rows.ids) if plan.proposals else None
+        logits = self.decoder.logits(rows.hidden)
+        samples = self._sampler(logits, owners, rows.places, rows.positions, guesses, proposed)
+        self.places.tokens[rows.places, 0] = samples.tokens
+        verified = rows.ids if any(share.draft for share in sampling) else None
+        launched = self._bring_back(plan, sampling, samples, verified, prompts)
+        return replace(launched, hidden=rows.hidden.clone()) if self.keeps_hidden else launched
 
-    def collect(self, launched: Launched) -> list[Outcome]:
+    def _has_graph(self, plan: StepPlan, inputs: StepInputs) -> bool:
+        if self.graphs is None or not plan.answers_only:
+            return False
+        return self.graphs.takes(len(plan.shares), inputs.max_queries, plan.has_trees)
+
+    def collect(self, launched: Launched, accepts: Callable[[int, int], bool] = is_right) -> list[Outcome]:
         """Waits for a step. A draft holds as far as it is what was sampled behind the tokens before."""
         if launched.done is not None:
             launched.done.synchronize()
         tokens = launched.samples.tokens.tolist()
+        verified = [] if launched.verified is None else launched.verified.tolist()
         describe = _describer(launched.samples)
         found, row = [], 0
         for share in launched.sampling:
-            right = 0
-            while right < len(share.draft) and tokens[row + right] == share.draft[right]:
-                right += 1
-            rows = range(row, row + right + 1)
+            path = _accepted(share, tokens[row:], verified[row + 1 :], accepts)
+            rows = [row, *(row + 1 + node for node in path)]
             wanted = share.sequence.params.logprobs
-            found.append(Outcome(share, [Sampled(tokens[at], *describe(at, wanted)) for at in rows]))
+            sampled = [Sampled(tokens[at], *describe(at, wanted)) for at in rows]
+            found.append(Outcome(share, sampled, tuple(path)))
             row += len(share.draft) + 1
         return found
 
+    def keep_paths(self, outcomes: list[Outcome]) -> None:
+        """Keys and values of guesses that were right, from where a tree had them to where the next step looks."""
+        sources: list[int] = []
+        targets: list[int] = []
+        size = self.cache.page_size
+        for outcome in outcomes:
+            share, pages = outcome.share, outcome.share.sequence.pages
+            first = share.start + share.count - len(share.draft)
+            for ahead, node in enumerate(outcome.path):
+                if node != ahead and pages:
+                    sources.append(pages[(first + node) // size] * size + (first + node) % size)
+                    targets.append(pages[(first + ahead) // size] * size + (first + ahead) % size)
+        if sources:
+            both = self.places.to_device(sources + targets)
+            keep_path(self.cache.pages, *both.chunk(2))
+
     def _send(self, inputs: StepInputs) -> tuple[Batch, Tensor, Tensor]:
         """One copy to the device, then views of it."""
-        tensors = self._places.send(inputs)
-        self._places.apply_table(tensors.table_index, tensors.table_pages)
-        ids = torch.where(tensors.ids < 0, self._places.last_token[tensors.token_places], tensors.ids)
+        tensors = self.places.send(inputs)
+        ids = self.places.resolve(tensors.ids, tensors.token_places)
         width = max(-(-max(inputs.contexts) // self.cache.page_size), 1)
         batch = Batch(
             ids=ids,
             positions=tensors.positions,
             slots=tensors.slots,
-            page_table=self._places.page_table[tensors.places, :width],
+            page_table=self.places.page_table[tensors.places, :width],
             context_lengths=tensors.contexts.int(),
             query_starts=tensors.starts.int(),
             max_queries=inputs.max_queries,
+            ancestors=tensors.ancestors if inputs.ancestors else None,
         )
         return batch, tensors.rows, tensors.row_places
 
     @torch.inference_mode()
-    def move_pages(self, plan: StepPlan) -> None:
+    def _move_pages(self, plan: StepPlan) -> None:
         """Out to the host, back from the host, copies: in this order, because pages change hands."""
         pages = self.cache.pages
         for sequence, taken in plan.swap_out:
@@ -150,15 +194,53 @@ class Runner:
             pages[:, :, target] = pages[:, :, source]
 
     def _bring_back(
-        self, plan: StepPlan, sampling: list[Share], samples: Samples, prompts: dict[int, PromptLogprobs]
+        self,
+        plan: StepPlan,
+        sampling: list[Share],
+        samples: Samples,
+        verified: Tensor | None,
+        prompts: dict[int, PromptLogprobs],
     ) -> Launched:
         if self.device.type != "cuda":
-            return Launched(plan, sampling, samples, prompts, None)
-        parts = (samples.tokens, samples.logprobs, samples.top, samples.top_logprobs)
-        host = Samples(*(None if part is None else _to_host(part) for part in parts))  # type: ignore[arg-type]
+            return Launched(plan, sampling, samples, verified, prompts, None)
+        parts = (samples.tokens, samples.logprobs, samples.top, samples.top_logprobs, verified)
+        *host, ids = (None if part is None else _to_host(part) for part in parts)
         done = torch.cuda.Event()
         done.record()
-        return Launched(plan, sampling, host, prompts, done)
+        return Launched(plan, sampling, Samples(*host), ids, prompts, done)  # type: ignore[arg-type]
+
+
+def _accepted(share: Share, tokens: list[int], guesses: list[int], accepts: Callable[[int, int], bool]) -> list[int]:
+    """The way through the guesses that the sampled tokens take: numbers of guesses."""
+    path: list[int] = []
+    node = -1
+    if not share.parents:
+        while node + 1 < len(share.draft) and accepts(tokens[node + 1], guesses[node + 1]):
+            node += 1
+            path.append(node)
+        return path
+    while True:
+        children = (child for child, parent in enumerate(share.parents) if parent == node)
+        following = next((child for child in children if accepts(tokens[node + 1], guesses[child])), None)
+        if following is None:
+            return path
+        path.append(node := following)
+
+
+def _proposed(plan: StepPlan, sampling: list[Share], ids: Tensor) -> Proposed | None:
+    """The guesses that were drawn from a distribution. Those of a share are verified by the rows before each."""
+    rows: list[int] = []
+    logits: list[Tensor] = []
+    row = 0
+    for share in sampling:
+        if share.draft and share.sequence.id in plan.proposals:
+            rows += range(row, row + len(share.draft))
+            logits.append(plan.proposals[share.sequence.id][: len(share.draft)])
+        row += len(share.draft) + 1
+    if not rows:
+        return None
+    at = torch.tensor(rows).to(ids.device, non_blocking=True)
+    return Proposed(at, ids[at + 1], torch.cat(logits))
 
 
 _Described = tuple[float, list[tuple[int, float]]] | tuple[()]

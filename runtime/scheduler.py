@@ -90,15 +90,17 @@ class Scheduler:
             self.pool.publish(sequence.pages[page], sequence.digest_of(page, size))
         sequence.published = max(sequence.published, full)
 
-    def settle(self, share: Share, accepted: int) -> None:
+    def settle(self, share: Share, accepted: int, in_order: bool = True) -> None:
         """So many tokens of a draft were right: the others were never there, and their pages are free.
 
         Call before the tokens become known. A sequence that was preempted meanwhile has no pages, or keeps them on the
-        host; its other tokens were right.
+        host; there the right ones must stand in front (`in_order`), else everything is computed anew.
         """
         sequence, wrong = share.sequence, len(share.draft) - accepted
         if sequence.swapped is not None:
             sequence.swapped.computed -= wrong
+            if not in_order:
+                self._drop_swapped(sequence)
         elif sequence.pages:
             sequence.computed -= wrong
             kept = _pages(sequence.computed, self.pool.page_size)
@@ -240,7 +242,7 @@ class Scheduler:
         samples = start + count == sequence.length
         assert samples or not draft, "drafts follow the last token"
         sequence.computed += count + len(draft)
-        plan.shares.append(Share(sequence, start, count + len(draft), samples, draft))
+        plan.shares.append(Share(sequence, start, count + len(draft), samples, draft, sequence.tree[: len(draft)]))
         self.publish(sequence)  # within a step, keys and values are written before anybody reads them
         sequence.pending += samples
 

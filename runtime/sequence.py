@@ -23,6 +23,9 @@ class Guide(Protocol):
     def mask(self) -> Tensor:
         """Which tokens may come next, bool [vocab], on the CPU."""
 
+    def mask_behind(self, guesses: tuple[int, ...]) -> Tensor:
+        """The same if these tokens came first; an error where they may not. The guide stays as it is."""
+
     def advance(self, token: int) -> None:
         """The token that came."""
 
@@ -66,6 +69,7 @@ class Sequence:
     guide: Guide | None = None  # structured output: which tokens may come next
     speculates: bool = False  # drafts are guessed for it, which needs to know its last token
     draft: list[int] = field(default_factory=list)  # guessed tokens, to be verified by the next step
+    tree: tuple[int, ...] = ()  # where guesses are a tree: the parents of its nodes, see `Share`
     guessed: int = 0  # tokens in drafts that were verified
     accepted: int = 0  # of these
     started: float | None = None  # when it was first scheduled, by the clock of its arrival
@@ -91,8 +95,12 @@ class Sequence:
 
     @property
     def must_wait(self) -> bool:
-        """Whether nothing of it can be computed now: its last token was sampled, or somebody must see one first."""
-        return self.at_limit or ((self.guide is not None or self.speculates) and self.pending > 0)
+        """Whether nothing of it can be computed now: its last token was sampled, or somebody must see one first.
+
+        What was computed reaches beyond the tokens that exist while guesses are being verified.
+        """
+        unseen = self.pending > 0 and (self.guide is not None or self.speculates or self.computed >= self.length)
+        return self.at_limit or unseen
 
     def digest_of(self, page: int, page_size: int) -> Digest:
         """Of its page with this number, which must be full of known tokens."""

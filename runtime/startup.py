@@ -26,8 +26,16 @@ from quantkit.runtime.places import Places
 from quantkit.runtime.rope import rope_tables
 from quantkit.runtime.runner import Runner
 from quantkit.runtime.sampler import Sampler
-from quantkit.runtime.speculation.draft_model import DraftModel
-from quantkit.runtime.speculation.setup import check_draft_context, draft_cache, find_draft, make_speculation
+from quantkit.runtime.speculation.draft_loop import DraftLoop
+from quantkit.runtime.speculation.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.speculation.medusa_heads import MedusaHeads
+from quantkit.runtime.speculation.setup import (
+    check_draft_context,
+    draft_cache,
+    find_draft,
+    find_medusa,
+    make_speculation,
+)
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
@@ -71,10 +79,11 @@ def start_engine(
         return load_weights(checkpoint, config, dtype, options.torch_device, on_block)
 
     size = weight_bytes(checkpoint, dtype)
-    draft = find_draft(checkpoint, config, options)
+    draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
     return build_engine(
-        checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft
-    )
+        checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft,
+        heads=heads,
+    )  # fmt: skip
 
 
 def build_engine(
@@ -88,6 +97,7 @@ def build_engine(
     stages: Stages,
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft: DraftModel | None = None,
+    heads: MedusaHeads | None = None,
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit."""
     device = options.torch_device
@@ -101,15 +111,15 @@ def build_engine(
         check_draft_context(draft, plan.max_context)
     with stages.stage("weights"):
         weights = load()
-        draft_weights = draft.load() if draft else weights
+        draft_weights = draft.load(weights) if draft else weights
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    def make_draft(model: DraftModel) -> tuple[Decoder, KvCache, Sampler]:
+    def make_drafter(model: DraftModel) -> ModelDrafter:
         tables = rope_tables(model.raw, model.config, plan.max_context, device)
         decoder = Decoder(model.config, draft_weights, tables, ops, _attention_scratch(model.config, options))
-        sampler = Sampler(ops, model.config.vocab, options.sequences, device)
-        return decoder, draft_cache(model.config, cache, dtype), sampler
+        own, places = draft_cache(model.config, cache, dtype), runner.places
+        return ModelDrafter(decoder, own, places, DraftLoop(decoder, own, ops, places, runner.graphs is not None))
 
     plan = _refined(plan, config, dtype, options, draft)
     with stages.stage("cache"):
@@ -117,7 +127,7 @@ def build_engine(
         tables = rope_tables(raw, config, plan.max_context, device)
         decoder = Decoder(config, weights, tables, ops, _attention_scratch(config, options))
         runner = _make_runner(decoder, cache, ops, plan, options)
-        speculation = make_speculation(options, draft, make_draft)
+        speculation = make_speculation(options, draft, make_drafter, heads, runner)
     with stages.stage("graphs"):
         runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
     engine = Engine(config, runner, plan, options, tokenizer, speculation)
@@ -133,7 +143,7 @@ def _make_runner(decoder: Decoder, cache: KvCache, ops: Ops, plan: MemoryPlan, o
     device = options.torch_device
     width = -(-plan.max_context // plan.page_size)
     places = Places(options.sequences, width, device)
-    sampler = Sampler(ops, decoder.config.vocab, options.sequences, device)
+    sampler = Sampler(ops, decoder.config.vocab, options.sequences, device, options.seed)
     return Runner(decoder, cache, sampler, places, graphs=options.graphs and device.type == "cuda")
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quantkit.runtime.step_plan import StepPlan
-
-FROM_PLACE = -1  # instead of a token that has not come back from the device: it is in the sequence's place there
+from quantkit.runtime.step_plan import FROM_PLACE, Share, StepPlan
 
 
 @dataclass
 class StepInputs:
-    """Plain lists. Of tokens: ids, positions, slots. Of sequences: places, contexts, starts (one more than sequences).
-    Of samples: rows of the hidden states, and places. Of the page table: flat index and page, where it has changed."""
+    """Plain lists. Of tokens: ids, positions, slots, and where there are trees, bits for the new tokens of the sequence
+    that each sees (`kernels/attention/attend.py`). Of sequences: places, contexts, starts (one more than sequences).
+    Of samples: rows of the hidden states, and places."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -22,31 +21,62 @@ class StepInputs:
     starts: list[int] = field(default_factory=lambda: [0])
     rows: list[int] = field(default_factory=list)
     row_places: list[int] = field(default_factory=list)
-    table_index: list[int] = field(default_factory=list)
-    table_pages: list[int] = field(default_factory=list)
+    ancestors: list[int] = field(default_factory=list)
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of every sequence."""
+        return [after - before for before, after in zip(self.starts, self.starts[1:], strict=False)]
 
     @property
     def max_queries(self) -> int:
-        return max((after - before for before, after in zip(self.starts, self.starts[1:], strict=False)), default=1)
+        return max(self.counts, default=1)
+
+
+class TableChanges:
+    """Remembers which page numbers the device has, so that only new ones travel."""
+
+    def __init__(self, places: int, table_width: int) -> None:
+        self._width = table_width
+        self._sent: list[list[int]] = [[] for _ in range(places)]  # pages of every place, as the device knows them
+
+    def of(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+        """Flat index and page, where the page table must change for a step."""
+        index: list[int] = []
+        numbers: list[int] = []
+        for share in plan.shares:
+            place, pages = share.sequence.slot, share.sequence.pages
+            same = self._unchanged(place, pages)
+            if same < len(pages):
+                index += range(place * self._width + same, place * self._width + len(pages))
+                numbers += pages[same:]
+                self._sent[place] = list(pages)
+        return index, numbers
+
+    def _unchanged(self, place: int, pages: list[int]) -> int:
+        """Pages are replaced or appended at the end, so the last one that both know tells how much is the same."""
+        sent = self._sent[place]
+        same = min(len(sent), len(pages))
+        return same if sent[:same] == pages[:same] else 0
 
 
 class InputMaker:
-    """Makes the inputs of steps. Remembers which page numbers the device has, so that only new ones travel."""
+    """Makes the inputs of steps."""
 
-    def __init__(self, places: int, table_width: int, page_size: int) -> None:
-        self._width = table_width
+    def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._sent: list[list[int]] = [[] for _ in range(places)]  # pages of every place, as the device knows them
 
     def make(self, plan: StepPlan) -> StepInputs:
         inputs = StepInputs()
-        size = self._page_size
+        size, trees = self._page_size, plan.has_trees
         for share in plan.shares:
             sequence, stop = share.sequence, share.start + share.count
             known = [*sequence.tokens[share.start : stop - len(share.draft)], *share.draft]
             inputs.ids += known
             inputs.ids += [FROM_PLACE] * (share.count - len(known))
-            inputs.positions += range(share.start, stop)
+            inputs.positions += range(share.start, stop) if not share.parents else _tree_positions(share)
+            if trees:
+                inputs.ancestors += _ancestors(share)
             pages = sequence.pages
             inputs.slots += [pages[at // size] * size + at % size for at in range(share.start, stop)]
             inputs.places.append(sequence.slot)
@@ -55,17 +85,18 @@ class InputMaker:
             if share.samples:
                 inputs.rows += range(inputs.starts[-1] - 1 - len(share.draft), inputs.starts[-1])
                 inputs.row_places += [sequence.slot] * (len(share.draft) + 1)
-            self._update_table(inputs, sequence.slot, pages)
         return inputs
 
-    def _update_table(self, inputs: StepInputs, place: int, pages: list[int]) -> None:
-        """Pages are replaced or appended at the end, so the last one that both know tells how much is the same."""
-        sent = self._sent[place]
-        same = min(len(sent), len(pages))
-        if sent[:same] != pages[:same]:
-            same = 0
-        if same < len(pages):
-            start = place * self._width
-            inputs.table_index += range(start + same, start + len(pages))
-            inputs.table_pages += pages[same:]
-            self._sent[place] = list(pages)
+
+def _tree_positions(share: Share) -> list[int]:
+    """Guesses with the same number of guesses before them stand at the same position."""
+    first = share.start + share.count - len(share.draft)
+    return [*range(share.start, first), *(first - 1 + len(share.way_to(node)) for node in range(len(share.draft)))]
+
+
+def _ancestors(share: Share) -> list[int]:
+    known = share.count - len(share.draft)
+    below = [(2 << number) - 1 for number in range(known)]
+    for node in range(len(share.draft)):
+        below.append(below[known - 1] | sum(1 << (known + at) for at in share.way_to(node)))
+    return below

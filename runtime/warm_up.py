@@ -34,7 +34,8 @@ def warm_up(engine: Engine, on_part: Progress = silent) -> None:
     """Leaves the engine as it was: nothing cached, nothing counted."""
     random, counts, sizes = Random(0), list(token_counts(engine)), sizes_to_capture(engine.options.sequences)
     loads = attention_loads(engine)
-    total = len(counts) + len(loads) + len(_KINDS) + len(sizes)
+    guesses = engine.speculation.loads(engine.options.sequences)
+    total = len(counts) + len(loads) + len(_KINDS) + len(sizes) + len(guesses)
     for count in counts:
         _run(engine, random, _lengths(count, engine), _KINDS[0])
         on_part(f"{count} tokens", total)
@@ -47,6 +48,10 @@ def warm_up(engine: Engine, on_part: Progress = silent) -> None:
     for size in reversed(sizes):  # the largest first: its memory serves all
         engine.runner.warm_up((size,))
         on_part(f"{size} sequences", total)
+    for sequences, count in reversed(guesses):
+        if engine.runner.graphs is not None:
+            engine.speculation.prepare(engine.runner.graphs, sequences, count)
+        on_part(f"{sequences} sequences, {count} guesses", total)
     engine.forget()
 
 

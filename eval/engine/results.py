@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import StorageError
+from quantkit.eval.engine import csv_file
 from quantkit.eval.engine.run import EngineTimes
 from quantkit.eval.kernels.results import versions
 
@@ -18,6 +17,7 @@ COLUMNS = (
     *("batch", "prompt", "new", "tokens_per_second", "ttft_ms_median", "ttft_ms_max"),
     *("gap_ms_p50", "gap_ms_p95", "gap_ms_p99", "step_ms", "percent_of_limit"),
     *("weights_bytes", "kv_tokens", "peak_bytes", "ready_s", "process_to_first_token_s"),
+    *("speculative", "tokens_per_step", "acceptance"),  # nothing in rows from before, and where nothing is guessed
 )
 
 
@@ -33,6 +33,7 @@ class Started:
     process_to_first_token: float | None  # seconds
     weights: int
     kv_tokens: int
+    speculative: str | None = None  # as --speculative said it
 
     @property
     def ready(self) -> float:
@@ -49,6 +50,7 @@ class EngineRow:
         started, times = self.started, self.times
         first = started.process_to_first_token
         limit = times.percent_of_limit
+        per_step, acceptance = times.guesses.tokens_per_step, times.guesses.acceptance
         return {
             "model": started.model,
             "format": started.format,
@@ -70,18 +72,13 @@ class EngineRow:
             "peak_bytes": self.peak,
             "ready_s": round(started.ready, 2),
             "process_to_first_token_s": None if first is None else round(first, 2),
+            "speculative": started.speculative,
+            "tokens_per_step": None if per_step is None else round(per_step, 3),
+            "acceptance": None if acceptance is None else round(acceptance, 4),
         }
 
 
 def append(path: Path, device: str, row: EngineRow) -> None:
     """One row at a time, so that an interrupted run loses nothing."""
     fixed = {"date": datetime.date.today().isoformat(), "gpu": device, **versions()}
-    try:
-        fresh = not path.exists() or path.stat().st_size == 0
-        with path.open("a", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if fresh:
-                writer.writeheader()
-            writer.writerow(fixed | row.to_dict())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --output") from error
+    csv_file.append(path, COLUMNS, fixed | row.to_dict())

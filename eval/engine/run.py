@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.eval.engine.guesses import Guesses
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.params import SamplingParams
 
@@ -42,6 +43,7 @@ class EngineTimes:
     gap_ms: tuple[float, float, float]  # p50, p95, p99 of all gaps between tokens
     step_ms: float  # median time of a step in which everybody answered
     limit_ms: float | None  # what reading weights and cache once would take, at the measured bandwidth
+    guesses: Guesses
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,7 +72,7 @@ class _Watch:
             else:
                 self.first[request] = now - self.begin
             self.last[request] = now
-        if len(requests) == batch:
+        if len(set(requests)) == batch:  # one that guesses may bring several tokens
             self.full_steps.append(now - previous)
         return now
 
@@ -79,7 +81,11 @@ def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 
     """One load, after its warm-up. `bandwidth` is the device's, bytes a second."""
     run_load(engine, Load(load.batch, min(SHORT_PROMPT, load.prompt), WARM_UP_TOKENS), seed=seed + 1)
     run_load(engine, Load(load.batch, load.prompt, 2), seed=seed + 2)
+    before = Guesses.so_far(engine)
     watch = run_load(engine, load, seed=seed)
+    guesses = Guesses.so_far(engine) - before
+    if engine.speculation.on:  # a step reads more than the limit counts, and brings more tokens
+        bandwidth = None
     gaps = torch.tensor(watch.gaps or [0.0]) * 1e3
     firsts = sorted(watch.first.values())
     steps = torch.tensor(watch.full_steps[1:] or [0.0]) * 1e3
@@ -90,6 +96,7 @@ def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 
         gap_ms=tuple(float(gaps.quantile(q)) for q in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]
         step_ms=float(steps.median()),
         limit_ms=None if bandwidth is None else _bytes_of_step(engine, load) / bandwidth * 1e3,
+        guesses=guesses,
     )
 
 

@@ -1,4 +1,7 @@
-"""Engines to measure: of a shape with random weights, or of a checkpoint."""
+"""Engines to measure: of a shape with random weights, or of a checkpoint.
+
+Where a model may be either, a shape is written `shape:NAME:FORMAT`, such as shape:llama-3.2-1b:w4.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,24 @@ from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.kernels.cases import FORMATS, UNQUANTIZED
 from quantkit.formats import Format
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.model_config import read_model_config
+from quantkit.runtime.model_config import ModelConfig, read_model_config
 from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.speculation.draft_model import DraftModel
+from quantkit.runtime.speculation.speculation import SpeculativeOptions
 from quantkit.runtime.startup import Stages, build_engine, start_engine
 
 CHECKPOINT = "checkpoint"  # instead of a format's name, for a folder that has its own
+SHAPE_PREFIX = "shape:"
+
+
+def parse_shape(text: str) -> tuple[str, str] | None:
+    """`shape:NAME:FORMAT` as name and format (unquantized without one); None for a folder or a hub name."""
+    if not text.startswith(SHAPE_PREFIX):
+        return None
+    name, _, format_name = text.removeprefix(SHAPE_PREFIX).partition(":")
+    if name not in SHAPES:
+        raise InputError(f"unknown shape '{name}'; {did_you_mean(name, SHAPES)}")
+    return name, formats_of(name, [format_name or UNQUANTIZED])[0]
 
 
 def formats_of(model: str, asked: list[str]) -> list[str]:
@@ -36,13 +52,12 @@ def start(model: str, format_name: str, options: EngineOptions, *, first: bool) 
     """An engine for a checkpoint, or for a shape in a format of `formats_of`."""
     if format_name == CHECKPOINT:
         return start_checkpoint(model, options, first=first)
-    dtype = str(options.torch_dtype("bfloat16"))[6:]
-    fmt = None if format_name == UNQUANTIZED else FORMATS[format_name](dtype)
-    return start_shape(model, fmt, options, first=first, described=format_name)
+    return start_shape(model, _format(format_name, options), options, first=first, described=format_name)
 
 
 def start_checkpoint(model: str, options: EngineOptions, *, first: bool) -> tuple[Engine, Started]:
     """An engine that has given its first token. `first` says whether it is the first one of this process."""
+    check_draft(model, options)
     stages = Stages()
     engine = start_engine(model, options, stages=stages)
     return engine, _started(engine, model, describe_formats(Path(model), engine), stages, first)
@@ -56,7 +71,8 @@ def start_shape(
     config = read_model_config(raw)
     dtype = options.torch_dtype("bfloat16")
     weights = RandomWeights(config, fmt, dtype, options.torch_device)
-    engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages)
+    draft = _shape_draft(config, dtype, options)
+    engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages, draft=draft)
     name = described or (fmt.describe() if fmt else str(dtype)[6:])
     return engine, _started(engine, shape, name, stages, first)
 
@@ -72,7 +88,44 @@ def _started(engine: Engine, model: str, described: str, stages: Stages, first: 
         process_to_first_token=seconds_since_process_start() if first else None,
         weights=engine.memory.weights,
         kv_tokens=engine.memory.kv_tokens,
+        speculative=engine.options.speculative,
     )
+
+
+def check_draft(model: str, options: EngineOptions) -> None:
+    """Refuses what can be seen before anything is loaded. `model` is as `parse_shape` takes it."""
+    shape, draft = parse_shape(model), _draft_path(options)
+    if shape is not None:
+        _shape_draft(read_model_config(SHAPES[shape[0]]), options.torch_dtype("bfloat16"), options)
+    elif draft is not None and draft.startswith(SHAPE_PREFIX):
+        raise InputError(f"the draft is '{draft}', but a checkpoint needs one that knows its tokens; give a folder")
+
+
+def _draft_path(options: EngineOptions) -> str | None:
+    asked = None if options.speculative is None else SpeculativeOptions.parse(options.speculative)
+    return asked.what if asked is not None and asked.kind == "draft" else None
+
+
+def _shape_draft(target: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> DraftModel | None:
+    """For a shape: a draft with random weights too."""
+    path = _draft_path(options)
+    if path is None:
+        return None
+    shape = parse_shape(path)
+    if shape is None:
+        raise InputError(f"a shape has random weights, and so must its draft '{path}'; use draft=shape:NAME:FORMAT")
+    raw, config = SHAPES[shape[0]], read_model_config(SHAPES[shape[0]])
+    if config.vocab != target.vocab:
+        raise InputError(
+            f"the draft {path} has {config.vocab} tokens, the model {target.vocab}; a draft needs the same tokens"
+        )
+    weights = RandomWeights(config, _format(shape[1], options), dtype, options.torch_device)
+    return DraftModel(raw, config, lambda target: weights.load(), weights.nbytes())
+
+
+def _format(name: str, options: EngineOptions) -> Format | None:
+    """By its name in `bench kernels`; None: unquantized."""
+    return None if name == UNQUANTIZED else FORMATS[name](str(options.torch_dtype("bfloat16"))[6:])
 
 
 def describe_formats(folder: Path, engine: Engine) -> str:

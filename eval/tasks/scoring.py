@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.errors import QuantkitError
 from quantkit.progress import Progress, silent
 from quantkit.runtime.engine import Delta, Engine, Request
 from quantkit.runtime.params import SamplingParams
@@ -54,8 +55,17 @@ class ForcedTokens:
         return self._next == len(self._tokens)
 
     def mask(self) -> Tensor:
+        return self._only(self._next)
+
+    def mask_behind(self, guesses: tuple[int, ...]) -> Tensor:
+        end = self._next + len(guesses)
+        if tuple(self._tokens[self._next : end]) != guesses or end == len(self._tokens):
+            raise QuantkitError("the guessed tokens are not the forced ones")
+        return self._only(end)
+
+    def _only(self, place: int) -> Tensor:
         allowed = torch.zeros(self._vocab, dtype=torch.bool)
-        allowed[self._tokens[self._next]] = True
+        allowed[self._tokens[place]] = True
         return allowed
 
     def advance(self, token: int) -> None:

@@ -7,8 +7,13 @@ Layout   q [tokens, heads, head_dim], bfloat16 or float16, the new tokens of all
          context_lengths int32 [sequences]      tokens of the sequence in the cache, new ones included
          query_starts    int32 [sequences + 1]  q[query_starts[s] : query_starts[s + 1]] are the new tokens of s, the
                                                 last of which stands at position context_lengths[s] - 1
+         ancestors       int64 [tokens], contiguous, or None. The new tokens of a sequence are then nodes of a tree (or
+                         of several), parents before children: bit j of a new token's entry is set where it sees new
+                         token j of its own sequence, 0 being the first. The caller sets the bit of the token itself.
+                         Old tokens are always seen. In a chain, the entry of token i is 2**(i + 1) - 1
 Limits   those of `cache.py`; heads a multiple of kv_heads, at most 64 times as many; no sequence has more than
-         max_queries new tokens
+         max_queries new tokens; with ancestors max_queries is at most 62, max_queries * heads / kv_heads at most 64,
+         and there is no window
 
 Safe to capture in a CUDA graph: nothing is read back and grids depend on shapes and max_queries alone, so a replay may
 find other numbers in every tensor. A sequence may have no new tokens (padding). Rows of `out` that belong to no
@@ -28,6 +33,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.attention.cache import EIGHT_BIT, LARGEST_GROUP, CacheLayout, layout_of
 from quantkit.kernels.attention.decode import (
     LARGEST_ROWS,
+    MOST_NODES,
     MOST_PROGRAMS_PER_SM,
     DecodeConfig,
     Scratch,
@@ -143,6 +149,21 @@ def _check_options(scale: float, window: int | None, soft_cap: float | None, max
         raise InputError(f"attention: max_queries is {max_queries}, but must be 1 or more")
 
 
+def _check_ancestors(ancestors: Tensor, q: Tensor, window: int | None, max_queries: int, group: int) -> None:
+    check_dtype("attention", "ancestors", ancestors, (torch.int64,))
+    check_shape("attention", "ancestors", ancestors, (q.shape[0],))
+    check_contiguous("attention", "ancestors", ancestors)
+    check_same_device("attention", q=q, ancestors=ancestors)
+    if window is not None:
+        raise InputError("attention: ancestors cannot be used with a window; leave ancestors or the window out")
+    most = min(MOST_NODES, LARGEST_ROWS // group)
+    if max_queries > most:
+        raise InputError(
+            f"attention: max_queries is {max_queries}, but with ancestors and {group} query heads per KV head it must "
+            f"be at most {most}; use smaller trees"
+        )
+
+
 def _check_tensors(
     q: Tensor,
     cache_k: Tensor,
@@ -212,6 +233,7 @@ def attend(
     soft_cap: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    ancestors: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Scratch | None = None,
     max_context: int | None = None,
@@ -230,13 +252,15 @@ def attend(
     layout = _check_tensors(q, cache_k, cache_v, *batch, k_scale, v_scale, out)
     _check_options(scale, window, soft_cap, max_queries)
     tokens, heads, _ = q.shape
+    group = heads // layout.kv_heads
+    if ancestors is not None:
+        _check_ancestors(ancestors, q, window, max_queries, group)
     sequences = page_table.shape[0]
     if tokens == 0 or sequences == 0:
         return out
     cap = None if soft_cap is None else float(soft_cap)
     tensors = (q, out, cache_k, cache_v, *batch, k_scale, v_scale)
     scalars = (float(scale), cap, window, page_table.stride(0), *q.stride()[:2], *out.stride()[:2])
-    group = heads // layout.kv_heads
     chosen = plan(tokens, sequences, max_queries, group)
     if chosen.decode_rows:
         bound = page_table.shape[1] * layout.page_size if max_context is None else max_context
@@ -246,7 +270,7 @@ def attend(
         parts = splits or choose_splits(pairs, bound, processors * config.programs_per_sm, config.block_n)
         needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
         space = _scratch_for(scratch, q.device, needed)
-        launch_decode(tensors, scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)
+        launch_decode((*tensors, ancestors), scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)
     if chosen.prefill:
         way = prefill or prefill_config(layout.padded_dim)
         launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)

@@ -39,10 +39,14 @@ def random_batch(
     cache_dtype: torch.dtype | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    ancestors: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Batch:
-    """Sequences of these context lengths, of which the last `new` tokens are new; drawn on `device` from `seed`."""
+    """Sequences of these context lengths, of which the last `new` tokens are new; drawn on `device` from `seed`.
+
+    With `ancestors`, the new tokens of each sequence are a random tree, or several.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     pages = [-(-context // page_size) for context in contexts]
     layout = CacheLayout(sum(pages) + 1, kv_heads, page_size, head_dim, cache_dtype or dtype)
@@ -51,6 +55,8 @@ def random_batch(
     if layout.dtype in EIGHT_BIT:
         scales = [0.03 + 0.02 * torch.rand(kv_heads, generator=generator, device=device) for _ in range(2)]
         options |= {"k_scale": scales[0], "v_scale": scales[1]}
+    if ancestors:
+        options["ancestors"] = torch.tensor(_random_trees(new, seed), dtype=torch.int64, device=device)
     keys, values = (_random_cache(layout, scale, generator) for scale in scales)
     table = _random_table(pages, layout.pages).to(device)
     _poison_tails(keys, values, table, contexts, page_size)
@@ -77,6 +83,19 @@ def _random_table(pages: Sequence[int], available: int) -> Tensor:
         table[row, :count] = order[taken : taken + count]
         taken += count
     return table
+
+
+def _random_trees(new: Sequence[int], seed: int) -> list[int]:
+    """What each new token sees, as `attend` takes it: a random one before it is its parent, or none is."""
+    generator = torch.Generator().manual_seed(seed)
+    seen: list[int] = []
+    for count in new:
+        tree: list[int] = []
+        for node in range(count):
+            parent = int(torch.randint(-1, node, (1,), generator=generator))
+            tree.append((tree[parent] if parent >= 0 else 0) | 1 << node)
+        seen += tree
+    return seen
 
 
 def _poison_tails(keys: Tensor, values: Tensor, table: Tensor, contexts: Sequence[int], page_size: int) -> None:

@@ -8,6 +8,9 @@ One program serves one (sequence, KV head, split): the new tokens times the quer
 its matrices, so a key is read once. Each sequence divides its own context over the splits; a program without a share
 exits at once. Every split leaves its weighted sum, its largest score and its sum of weights in a scratch buffer and
 takes a ticket; who takes the last one adds the splits up in their order, so results do not depend on who that was.
+
+With `ancestors`, new tokens are nodes of a tree, and a row's bits say which of them it sees. Bit 62 belongs to no node:
+it stands for all old tokens, so that one test per score is enough.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from quantkit.kernels.attention.tiles import (
 )
 
 LARGEST_ROWS = 64
+MOST_NODES = 62  # new tokens of a sequence with ancestors
+OLD_BIT = tl.constexpr(62)
 MOST_SPLITS = 128
 MOST_PROGRAMS_PER_SM = 4  # of the default configurations
 
@@ -172,6 +177,7 @@ def _decode(
     starts,
     k_scale,
     v_scale,
+    ancestors,
     partial,
     stats,
     tickets,
@@ -224,6 +230,9 @@ def _decode(
         q + places[:, None] + columns[None, :], mask=(row < rows)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
     )
     position = context - new + row // GROUP
+    if ancestors is not None:
+        bits = tl.load(ancestors + first + row // GROUP, mask=row < rows, other=0)
+        bits = bits | (tl.full([BLOCK_M], 1, tl.int64) << OLD_BIT)
     if k_scale is not None:
         scale = scale * tl.load(k_scale + head)
     steep = scale * LOG2_E if soft_cap is None else LOG2_E  # capped scores are scaled already
@@ -245,7 +254,12 @@ def _decode(
         scores = multiply(queries, tl.trans(keys.to(queries.dtype)))
         if soft_cap is not None:
             scores = cap_scores(scores, scale, soft_cap)
-        seen = tokens[None, :] <= position[:, None]
+        if ancestors is not None:
+            node = tokens - (context - new)
+            asked = tl.full([BLOCK_N], 1, tl.int64) << tl.where((node < 0) | (node > OLD_BIT), OLD_BIT, node)
+            seen = (bits[:, None] & asked[None, :]) != 0  # `inside` ends with the context
+        else:
+            seen = tokens[None, :] <= position[:, None]
         if window is not None:
             seen = seen & (tokens[None, :] > position[:, None] - window)
         scores = tl.where(seen & inside[None, :], scores, float("-inf"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.errors import InputError
+
 
 def gather(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
     """The first `tokens` rows of a sequence, [tokens, kv_heads, dim], from cache [pages, kv_heads, page_size, dim]."""
@@ -21,14 +23,30 @@ def visible(new: int, context: int, window: int | None, device: torch.device) ->
     return seen if window is None else seen & (key > position - window)
 
 
-def attend_one(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, soft_cap: float | None) -> Tensor:
+def visible_in_tree(ancestors: Tensor, context: int) -> Tensor:
+    """The same where bit j of a new token's entry says whether it sees new token j; old tokens are always seen."""
+    node = torch.arange(context, device=ancestors.device) - (context - len(ancestors))
+    return (node < 0) | ((ancestors[:, None] >> node.clamp(min=0)) & 1 == 1)
+
+
+def attend_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    ancestors: Tensor | None = None,
+) -> Tensor:
     """q [new, heads, dim], k and v [context, kv_heads, dim], computed in their dtype: [new, heads, dim]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~visible(len(q), len(k), window, q.device), float("-inf"))
+    seen = visible(len(q), len(k), window, q.device) if ancestors is None else visible_in_tree(ancestors, len(k))
+    scores = scores.masked_fill(~seen, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
@@ -45,9 +63,12 @@ def attend(
     soft_cap: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    ancestors: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """See `attention/attend.py`; computed and returned in `dtype`. Rows of no sequence are zero."""
+    if ancestors is not None and window is not None:
+        raise InputError("attention: ancestors cannot be used with a window; leave ancestors or the window out")
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     starts = query_starts.tolist()
     for sequence, context in enumerate(context_lengths.tolist()):
@@ -59,5 +80,6 @@ def attend(
         if k_scale is not None and v_scale is not None:
             k, v = k * k_scale.to(dtype)[:, None], v * v_scale.to(dtype)[:, None]
         new = q[begin:end].to(dtype)
-        out[begin:end] = attend_one(new, k, v, scale=scale, window=window, soft_cap=soft_cap)
+        tree = None if ancestors is None else ancestors[begin:end]
+        out[begin:end] = attend_one(new, k, v, scale=scale, window=window, soft_cap=soft_cap, ancestors=tree)
     return out

@@ -26,6 +26,7 @@ COMMANDS = (
     "bench",
     "compare",
     "demo",
+    "train-medusa",
 )
 
 
@@ -39,7 +40,7 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         suffix = "_" if name in ("import", "eval") else ""
-        command = importlib.import_module(f"quantkit.cli.{name}{suffix}").command
+        command = importlib.import_module(f"quantkit.cli.{name.replace('-', '_')}{suffix}").command
         assert isinstance(command, click.Command)
         return command
 

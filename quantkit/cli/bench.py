@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.bench_serve import serve_command
+from quantkit.cli.bench_speculative import speculative_command
 from quantkit.cli.common import json_option, print_json, print_table, progress_bar
 from quantkit.cli.engine_options import engine_options
 from quantkit.errors import InputError, QuantkitError
@@ -31,13 +32,15 @@ def command() -> None:
     """Measure speed on this machine.
 
     \b
-    quantkit bench kernels     one kernel at a time
-    quantkit bench engine      whole answers: tokens per second, waiting times, memory
-    quantkit bench serve       a running server, as its clients see it
+    quantkit bench kernels       one kernel at a time
+    quantkit bench engine        whole answers: tokens per second, waiting times, memory
+    quantkit bench speculative   decoding with guesses, against plain decoding
+    quantkit bench serve         a running server, as its clients see it
     """
 
 
 command.add_command(serve_command)
+command.add_command(speculative_command)
 
 
 @command.command("kernels", short_help="Time each kernel, after checking that its result is right.")
@@ -190,6 +193,7 @@ def engine(
     quantkit bench engine
     quantkit bench engine --shape llama-3.2-1b --format w4,bf16 --batch 1,64
     quantkit bench engine demo --batch 1,4 --prompt-len 32 --new-tokens 16 --device cpu
+    quantkit bench engine --format w4 --speculative draft=shape:llama-3.2-1b:w4,k=4
 
     All requests arrive at once, greedy, the end token ignored. docs/bench.md has the protocol.
     """

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quantkit.eval.engine.results import EngineRow
 
 LONG_PROMPT, LONG_FROM, SHORT_PROMPT = 512, 256, 128  # tokens, for so many requests and more; tokens otherwise
+SPARE = 16  # tokens of cache for each request that guesses: drafts are cut short where no page is left
 
 
 def measure_engines(
@@ -37,6 +38,7 @@ def measure_engines(
         raise InputError(f"--batch is {list(batches)}, but must be 1 or more")
     loads = [Load(size, prompt or (LONG_PROMPT if size >= LONG_FROM else SHORT_PROMPT), new) for size in batches]
     longest = max(load.prompt + load.new for load in loads)
+    longest += SPARE if options["speculative"] else 0
     most = options["max_sequences"] or max(max(batches), 1)
     chosen = EngineOptions(**(options | {"max_sequences": most, "max_context": options["max_context"] or longest}))
     names = formats_of(model, formats)
@@ -83,26 +85,28 @@ def check_shape_name(shape: str | None) -> None:
 
 def where_rows_go(output: Path | None, save: bool) -> Path | None:
     """--output, else the results of the checkout that this is run in, else nowhere."""
-    from quantkit.eval.engine.results import FILE
+    from quantkit.eval.engine.csv_file import results_path
+    from quantkit.eval.engine.results import COLUMNS, FILE
 
-    if not save:
-        if output is not None:
-            raise InputError("--output names a file and --no-save forbids one; give one of them")
-        return None
-    return output or (FILE if FILE.parent.is_dir() and Path("pyproject.toml").is_file() else None)
+    return results_path(output, save, FILE, COLUMNS)
 
 
 def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
     gaps = ("ms/token p50", "p95", "p99")
-    columns = ("format", "batch", "prompt + new", "tokens/s", "first token ms", *gaps, "% of limit")
+    guessing = any(row.started.speculative for row in rows)
+    last = ("tokens/step", "guesses right %") if guessing else ("% of limit",)
+    columns = ("format", "batch", "prompt + new", "tokens/s", "first token ms", *gaps, *last)
     table = []
     for row in rows:
         cells = row.to_dict()
-        limit = "-" if cells["percent_of_limit"] is None else cells["percent_of_limit"]
+        share = cells["acceptance"]
+        ends = [cells["tokens_per_step"], None if share is None else round(100 * share, 1)]
+        ends = ["-" if cell is None else cell for cell in (ends if guessing else [cells["percent_of_limit"]])]
         sizes = f"{cells['prompt']} + {cells['new']}"
         times = [cells[name] for name in ("ttft_ms_median", "gap_ms_p50", "gap_ms_p95", "gap_ms_p99")]
-        table.append((cells["format"], cells["batch"], sizes, cells["tokens_per_second"], *times, limit))
-    print_table(f"{rows[0].started.model}: output tokens per second", columns, table)
+        table.append((cells["format"], cells["batch"], sizes, cells["tokens_per_second"], *times, *ends))
+    how = f", {rows[0].started.speculative}" if guessing else ""
+    print_table(f"{rows[0].started.model}{how}: output tokens per second", columns, table)
     for started in dict.fromkeys(row.started.format for row in rows):
         row = next(row for row in rows if row.started.format == started)
         stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.started.stages.items())

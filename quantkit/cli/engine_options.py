@@ -20,7 +20,9 @@ _ENGINE = (
     click.option("--kv-dtype", default="auto", show_default=True, help="Of the cache: auto (as activations) or fp8."),
     click.option("--kv-tokens", type=int, metavar="N", help="Tokens in the cache; default: what memory allows."),
     click.option(
-        "--speculative", metavar="HOW", help="Guess tokens, verify several at once: ngram,k=8 or draft=PATH,k=4."
+        "--speculative",
+        metavar="HOW",
+        help="Guess tokens, verify several at once: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH.",
     ),
     click.option("--memory-share", default=0.9, show_default=True, help="Of the GPU's memory that may be used."),
 )

@@ -30,6 +30,7 @@ def command(model: str, prompt: str, chat: bool, n: int, logprobs: int | None, a
     quantkit generate demo-nf4 "What is a list?" --chat --max-tokens 80
     quantkit generate org/model "Once" --temperature 0.8 --top-p 0.95 --seed 7 -n 3 --json
     quantkit generate model-w4 "2 + 2 =" --device cuda --stop "." --kv-dtype fp8
+    quantkit generate demo "The function returns" --speculative draft=demo-draft,k=4
     """
     from dataclasses import replace
 
@@ -41,11 +42,28 @@ def command(model: str, prompt: str, chat: bool, n: int, logprobs: int | None, a
     llm: LLM = load_llm(model, options)
     ids = llm.encode_chat([{"role": "user", "content": prompt}]) if chat else llm.encode(prompt)
     if as_json:
-        print_json(_as_json(model, prompt, llm.generate([ids], params)[0]))
+        found = llm.generate([ids], params)[0]
+        print_json(_as_json(model, prompt, found) | _guesses(llm))
         return
     for delta in llm.stream(ids, params):
         click.echo(delta.text, nl=False)
     click.echo()
+    if llm.engine.speculation.on:
+        click.echo(f"speculation: {_describe_guesses(llm)}", err=True)
+
+
+def _guesses(llm: LLM) -> dict[str, Any]:
+    """This process has asked nothing else, so the engine's counters are those of the answers."""
+    found = llm.engine.speculation
+    if not found.on:
+        return {}
+    return {"speculation": {"steps": found.steps, "guessed": found.guessed, "accepted": found.accepted}}
+
+
+def _describe_guesses(llm: LLM) -> str:
+    engine, found = llm.engine, llm.engine.speculation
+    right = f"{100 * found.accepted / found.guessed:.0f} % of guesses right" if found.guessed else "nothing was guessed"
+    return f"{engine.generated} tokens in {engine.steps} steps, {right}"
 
 
 def _as_json(model: str, prompt: str, found: Generation) -> dict[str, Any]:

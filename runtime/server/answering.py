@@ -29,6 +29,7 @@ class Answering:
         self.prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
         self.queued_seconds: float | None = None
         self.cached_tokens = 0
+        self.guesses: dict[int, tuple[int, int]] = {}  # answer -> tokens that were guessed for it, and accepted ones
         self._client = client
         self.unanswered = answers  # that the engine still owes
         self._open = answers  # that the reader still waits for

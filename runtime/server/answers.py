@@ -82,6 +82,15 @@ class Answers:
         return 0 if self.no_text else sum(len(answer.tokens) for answer in self._each)
 
     @property
+    def predicted(self) -> tuple[int, int]:
+        """Guessed tokens that stand in the answers, and those that do not: wrong ones, and those behind an end."""
+        guessed = sum(guessed for guessed, _ in self.answering.guesses.values())
+        shown = 0
+        for index, (_, accepted) in self.answering.guesses.items():
+            shown += min(accepted, max(len(self._each[index].tokens) - 1, 0))  # the first token is never guessed
+        return shown, guessed - shown
+
+    @property
     def finished_tokens(self) -> list[list[int]]:
         """Of the answers that came to their end."""
         return [answer.tokens for answer in self._each if answer.finished and answer.tokens]

@@ -156,11 +156,22 @@ class Call:
         prompt = sum(len(source.prompt) for source in self.sources)
         generated = sum(source.generated for source in self.sources)
         cached = sum(source.answering.cached_tokens for source in self.sources)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if self.service.info.speculates:
+            usage["completion_tokens_details"] = self._predicted()
+        return usage
+
+    def _predicted(self) -> dict[str, int]:
+        """OpenAI's names for tokens that somebody guessed. Rejected ones are not among the completion's tokens."""
+        found = [source.predicted for source in self.sources]
+        return {
+            "accepted_prediction_tokens": sum(accepted for accepted, _ in found),
+            "rejected_prediction_tokens": sum(rejected for _, rejected in found),
         }
 
     @property

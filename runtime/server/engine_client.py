@@ -46,6 +46,7 @@ class EngineInfo:
     vocab: int
     eos: tuple[int, ...]
     max_sequences: int
+    speculates: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    draft_steps: int = 0  # in which guesses were verified, counted for each answer
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0  # of these
+    saved_seconds: float = 0.0  # by guesses; below 0 where they cost more than they brought
 
 
 class EngineClient:
@@ -215,13 +220,16 @@ class EngineClient:
 
     def _deliver(self, row: list[Any]) -> None:
         """See `worker.Worker._row`."""
-        name, index, token, finished, stop_reason, logprob, top, *first = row
+        name, index, token, finished, stop_reason, logprob, top, *more = row
+        first, guesses = (*more, None, None)[:2]
         answering = self._open.get(name)
         if answering is None:  # aborted meanwhile
             return
-        if first:
-            answering.queued_seconds, cached = first[0]
+        if first is not None:
+            answering.queued_seconds, cached = first
             answering.cached_tokens = cached if index == 0 else answering.cached_tokens
+        if guesses is not None:
+            answering.guesses[index] = guesses[0], guesses[1]
         pairs = None if top is None else [(one, value) for one, value in top]
         answering.put(Delta(name, index, token, "", logprob, pairs, finished, stop_reason))
         if finished is not None:

@@ -26,8 +26,14 @@ _OURS_ALONE = {
     "request_refused",
     "requests",
     "shadow",
+    "spec_decode_saved_seconds",
 }
-_STEADY = ("prompt_tokens", "reused_tokens", "generated_tokens", "preemptions")  # counters of the engine process
+# Numbers of the engine process that grow from 0 on. Saved seconds may fall: wrong guesses cost time.
+_GROWING = (
+    *("prompt_tokens", "reused_tokens", "generated_tokens", "preemptions"),
+    *("steps", "draft_steps", "guessed_tokens", "accepted_tokens"),
+)
+_STEADY = (*_GROWING, "saved_seconds")
 
 
 class EngineCollector(Collector):
@@ -43,17 +49,20 @@ class EngineCollector(Collector):
     ) -> None:
         self._stats, self._info, self._model = stats, info, model_name
         self.restarts, self.shadow = restarts, shadow
-        self._seen = dict.fromkeys(_STEADY, 0)  # the newest values, and what processes before this one had counted
-        self._before = dict.fromkeys(_STEADY, 0)
+        self._seen = dict.fromkeys(_STEADY, 0.0)  # the newest values, and what processes before this one had counted
+        self._before = dict.fromkeys(_STEADY, 0.0)
 
-    def newest(self) -> tuple[EngineStats, dict[str, int]]:
+    @property
+    def speculates(self) -> bool:
+        return self._info.speculates
+
+    def newest(self) -> tuple[EngineStats, dict[str, float]]:
         """The statistics, and their counters over all engine processes: a new process counts from 0."""
         stats = self._stats()
-        for name in _STEADY:
-            value = int(getattr(stats, name))
-            if value < self._seen[name]:
-                self._before[name] += self._seen[name]
-            self._seen[name] = value
+        now = {name: getattr(stats, name) for name in _STEADY}
+        if any(now[name] < self._seen[name] for name in _GROWING):
+            self._before = {name: self._before[name] + self._seen[name] for name in _STEADY}
+        self._seen = now
         return stats, {name: self._before[name] + self._seen[name] for name in _STEADY}
 
     def collect(self) -> Iterator[Metric]:
@@ -70,8 +79,17 @@ class EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Tokens found in the cache.", steady["reused_tokens"])
         yield self._counter("num_preemptions", "Answers that had to give way.", steady["preemptions"])
         yield self._counter("engine_restarts", "New engine processes after one died.", self.restarts())
+        if self.speculates:
+            yield from self._guesses(steady)
         yield self._build_info()
         yield from self._shadow_numbers()
+
+    def _guesses(self, steady: dict[str, float]) -> Iterator[Metric]:
+        """As vLLM names them. Tokens of a step with guesses are 1 + accepted tokens / drafts."""
+        yield self._counter("spec_decode_num_drafts", "Steps of answers with guesses.", steady["draft_steps"])
+        yield self._counter("spec_decode_num_draft_tokens", "Guessed tokens.", steady["guessed_tokens"])
+        yield self._counter("spec_decode_num_accepted_tokens", "Right guesses.", steady["accepted_tokens"])
+        yield self._gauge("spec_decode_saved_seconds", "Time that guesses saved.", steady["saved_seconds"])
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -144,6 +144,10 @@ class ServerMetrics:
             "requests_total": self._requests_total,
             "restarts": self._engine.restarts(),
         }
+        if self._engine.speculates:
+            steps, accepted = steady["draft_steps"], steady["accepted_tokens"]
+            found["acceptance_percent"] = _percent(accepted, steady["guessed_tokens"]) if steps else None
+            found["tokens_per_step"] = round(1 + accepted / steps, 2) if steps else None
         shadow = self._engine.shadow()
         return found if shadow is None else found | {"shadow": shadow}
 
@@ -181,5 +185,5 @@ def _median_ms(samples: deque[tuple[float, float]], now: float) -> float | None:
     return round(1000 * median(recent), 2) if recent else None
 
 
-def _percent(part: int, whole: int) -> float:
+def _percent(part: float, whole: float) -> float:
     return round(100 * part / whole, 1) if whole else 0.0

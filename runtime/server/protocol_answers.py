@@ -13,11 +13,17 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class PredictionTokens(BaseModel):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictionTokens | None = None  # only where the server speculates
 
 
 class TokenLogprob(BaseModel):

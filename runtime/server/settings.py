@@ -111,7 +111,7 @@ class ServerSettings(BaseModel):
     swap_gib: float = Field(0.0, ge=0, lt=1e6, description="Host memory for requests that must give way; 0: none.")
     share_prefixes: bool = Field(True, description="Requests with the same beginning share its cache pages.")
     speculative: str | None = Field(
-        None, min_length=1, description="Guess tokens, verify several at once: ngram,k=8 or draft=PATH,k=4."
+        None, min_length=1, description="Guess tokens: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH."
     )
     warm_up: bool = Field(
         True, description="Compile kernels and capture graphs for every load before the first request."

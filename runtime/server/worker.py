@@ -104,17 +104,21 @@ class Worker:
             self._send_stats()
 
     def _row(self, delta: Delta) -> list[Any]:
-        """[id, index, token, finished, stop_reason, logprob, top, queued seconds and cached tokens at the first]."""
+        """[id, index, token, finished, stop_reason, logprob, top], and where there is something to say behind them:
+        [queued seconds, cached tokens] of a first token or None, and [guessed, accepted] tokens of the answer so far.
+        """
         name = self._names[delta.request]
         request = self._requests[name]
         sequence = request.sequences[delta.index]
         row: list[Any] = [name, delta.index, delta.token, delta.finished, delta.stop_reason, delta.logprob, delta.top]
+        first = None
         if len(sequence.answer) == 1:
-            started = sequence.started or request.arrived
-            row.append([started - request.arrived, sequence.reused])
+            first = [(sequence.started or request.arrived) - request.arrived, sequence.reused]
             if delta.index == 0 and request.params.prompt_logprobs is not None:
                 self._send_prompt_logprobs(name, request)
-        return row
+        if sequence.guessed:
+            return [*row, first, [sequence.guessed, sequence.accepted]]
+        return row if first is None else [*row, first]
 
     def _send_prompt_logprobs(self, name: int, request: Request) -> None:
         logprobs = [value for part in request.prompt_logprobs for value in part.logprobs]
@@ -124,6 +128,7 @@ class Worker:
     def _send_stats(self) -> None:
         self._sent_stats = time.monotonic()
         scheduler, pool = self._engine.scheduler, self._engine.scheduler.pool
+        speculation = self._engine.speculation
         stats = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -134,6 +139,10 @@ class Worker:
             "generated_tokens": self._engine.generated,
             "preemptions": scheduler.preemptions,
             "steps": self._engine.steps,
+            "draft_steps": speculation.steps,
+            "guessed_tokens": speculation.guessed,
+            "accepted_tokens": speculation.accepted,
+            "saved_seconds": speculation.saved_seconds,
         }
         self._outbox.put({"stats": stats})
 
@@ -160,6 +169,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "vocab": engine.config.vocab,
         "eos": list(engine.config.eos),
         "max_sequences": options.sequences,
+        "speculates": engine.speculation.on,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quantkit.runtime.runner import Outcome
+from quantkit.runtime.runner import Launched, Outcome
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.step_plan import StepPlan
 
@@ -31,8 +31,13 @@ class _Index:
 
 
 class NgramDrafter:
+    tree: tuple[int, ...] = ()
+
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
+
+    def prepare(self, sequences: int, guesses: int) -> None:
+        """Nothing: there is no model."""
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
         tokens = sequence.tokens
@@ -46,6 +51,9 @@ class NgramDrafter:
 
     def complete(self, plan: StepPlan) -> None:
         """Everything was guessed before."""
+
+    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
+        """Tokens are enough."""
 
     def see(self, outcome: Outcome) -> None:
         """Its index looks at tokens, not at guesses."""

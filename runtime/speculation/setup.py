@@ -11,16 +11,24 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.loading import load_weights
 from quantkit.runtime.memory import weight_bytes
-from quantkit.runtime.model import Decoder, KvCache
+from quantkit.runtime.model import KvCache
 from quantkit.runtime.model_config import ModelConfig, read_model_config
 from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.sampler import Sampler
+from quantkit.runtime.runner import Runner
+from quantkit.runtime.speculation.costs import Costs
 from quantkit.runtime.speculation.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.speculation.medusa import MedusaDrafter
+from quantkit.runtime.speculation.medusa_heads import MedusaHeads, Target, load_heads
 from quantkit.runtime.speculation.ngram import NgramDrafter
+from quantkit.runtime.speculation.policy import Policy
+from quantkit.runtime.speculation.self_draft import make_self_draft
 from quantkit.runtime.speculation.speculation import Speculation, SpeculativeOptions
 from quantkit.sources import model_folder
 
-MakeDecoder = Callable[[DraftModel], tuple[Decoder, KvCache, Sampler]]
+_TREE_ROWS = 64  # of a tree in attention, new tokens times query heads of a KV head (`kernels/attention/decode.py`)
+_HEADS_SHARE = 0.01  # of a step, for each guess: heads are small
+
+MakeDrafter = Callable[[DraftModel], ModelDrafter]
 
 
 def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) -> DraftModel | None:
@@ -28,34 +36,62 @@ def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) 
     if options.speculative is None:
         return None
     asked = SpeculativeOptions.parse(options.speculative)
-    if asked.path is None:
+    dtype = options.torch_dtype(target.dtype)
+    if asked.kind == "self":
+        return make_self_draft(target, config, asked.what, dtype, options.torch_device)
+    if asked.kind != "draft":
         return None
-    checkpoint = Checkpoint(model_folder(asked.path))
+    checkpoint = Checkpoint(model_folder(asked.what))
     draft = read_model_config(checkpoint.config)
     if draft.vocab != config.vocab:
         raise InputError(
-            f"the draft {asked.path} has {draft.vocab} tokens, the model {config.vocab}; a draft needs the same tokens"
+            f"the draft {asked.what} has {draft.vocab} tokens, the model {config.vocab}; a draft needs the same tokens"
         )
-    _check_tokenizers(target.folder, checkpoint.folder, asked.path)
-    dtype = options.torch_dtype(target.dtype)
+    _check_tokenizers(target.folder, checkpoint.folder, asked.what)
     return DraftModel(
         raw=checkpoint.config,
         config=draft,
-        load=lambda: load_weights(checkpoint, draft, dtype, options.torch_device),
+        load=lambda whole: load_weights(checkpoint, draft, dtype, options.torch_device),
         size=weight_bytes(checkpoint, dtype),
     )
 
 
-def make_speculation(options: EngineOptions, draft: DraftModel | None, make_decoder: MakeDecoder) -> Speculation:
-    """For an engine whose memory is planned; `make_decoder` loads the draft and gives it its cache."""
+def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | None:
+    """The heads that the options name, loaded; those of another model are refused."""
+    if options.speculative is None:
+        return None
+    asked = SpeculativeOptions.parse(options.speculative)
+    if asked.kind != "medusa":
+        return None
+    return load_heads(asked.what, Target.of(target), options.torch_device, options.torch_dtype(target.dtype))
+
+
+def make_speculation(
+    options: EngineOptions,
+    draft: DraftModel | None,
+    make_drafter: MakeDrafter,
+    heads: MedusaHeads | None,
+    runner: Runner,
+) -> Speculation:
+    """For an engine whose memory is planned; `make_drafter` gives a draft model its cache."""
     if options.speculative is None:
         return Speculation()
     asked = SpeculativeOptions.parse(options.speculative)
-    if draft is None:
-        if asked.kind == "draft":
-            raise InputError(f"speculative is '{options.speculative}', but a shape has no draft model; use ngram")
-        return Speculation(NgramDrafter(), asked.most)
-    return Speculation(ModelDrafter(*make_decoder(draft)), asked.most)
+    seconds = runner.graphs.seconds if runner.graphs is not None else None
+    if heads is not None:
+        runner.keeps_hidden = True
+        config = runner.decoder.config
+        rows = _TREE_ROWS // (config.heads // config.kv_heads)
+        guesser = MedusaDrafter(heads, runner.decoder, runner.places, min(asked.most, rows - 1))
+        costs = Costs(seconds, draft_share=_HEADS_SHARE)
+        return Speculation(guesser, Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree)))
+    if draft is not None:
+        drafter = make_drafter(draft)
+        costs = Costs(seconds, drafter.loop.seconds)
+        return Speculation(drafter, Policy(asked.most, costs, asked.adaptive))
+    if asked.kind != "ngram":
+        raise InputError(f"speculative is '{options.speculative}', but a shape has no such draft; use ngram")
+    return Speculation(NgramDrafter(), Policy(asked.most, Costs(seconds, draft_share=0.0), asked.adaptive))
 
 
 def check_draft_context(draft: DraftModel | None, max_context: int) -> None:

@@ -5,33 +5,52 @@ the random numbers of that position, as it would have done one by one. As far as
 are the answer; the first that is not gives way to the sampled token, and everything behind it was never there. So
 answers are those of plain decoding, token for token, whatever is guessed; a guess x survives with the target's p(x).
 
-A sequence that speculates must know its last token before the next step, so it gives up the overlap of steps.
+A request without a seed that samples, and whose guesses come from a draft model, is verified by another rule, which
+accepts more and keeps the distribution, but not each token (`runtime/rejection.py`).
+
+A sequence that speculates must know its last token before the next step, so it gives up the overlap of steps. How much
+is guessed, and whether at all, is the policy's decision before every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.runtime.runner import Outcome
+from quantkit.runtime.graphs import Key, StepGraphs
+from quantkit.runtime.runner import Launched, Outcome, is_right
 from quantkit.runtime.sequence import Sequence
-from quantkit.runtime.step_plan import StepPlan
+from quantkit.runtime.speculation.costs import Costs
+from quantkit.runtime.speculation.policy import Policy
+from quantkit.runtime.step_plan import MOST_GUESSES, StepPlan
 
-MOST_GUESSES = 16
-_DEFAULTS = {"ngram": 8, "draft": 4}  # kind -> guesses
-_EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4"
+_PREPARED = (1, 2, 4, 8, 16, 32)  # sequences, for which steps with guesses are prepared
+_DEFAULTS = {"ngram": 8, "draft": 4, "self": 4, "medusa": 15}  # kind -> guesses
+_EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4 or self=nf4 or medusa=PATH"
 
 
 class Drafter(Protocol):
     """Where guesses come from."""
 
+    tree: tuple[int, ...]  # the parents of guesses that are a tree (`Share`); empty where they follow each other
+
+    def prepare(self, sequences: int, guesses: int) -> None:
+        """What a step of this size would wait for the first time."""
+
     def guess(self, sequence: Sequence, most: int) -> list[int]:
         """Up to so many tokens that may follow; empty where there is no good guess."""
 
     def complete(self, plan: StepPlan) -> None:
-        """The step as it is planned: the last moment to change what is guessed, in drafts of the same length."""
+        """The step as it is planned, when pages are where they belong: guesses may be made now, in drafts of the same
+        length."""
+
+    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
+        """What a step computed, when its results are there."""
 
     def see(self, outcome: Outcome) -> None:
         """How a sequence's guesses did, before its tokens become known."""
@@ -46,34 +65,44 @@ class SpeculativeOptions:
 
     kind: str  # of _DEFAULTS
     most: int  # guesses in one step
-    path: str | None = None  # of a draft model
+    what: str = ""  # the path of a draft model, or the recipe of the model's own draft
+    adaptive: bool = True  # as many guesses as pay, up to `most`; else always `most`
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
-        """From `ngram`, `ngram,k=8` or `draft=PATH,k=4`."""
+        """From `ngram`, `ngram,k=8`, `draft=PATH,k=4` or `self=RECIPE`; `adaptive=off` keeps the number of guesses."""
         first, *rest = (part.strip() for part in text.split(","))
-        kind, _, path = first.partition("=")
+        kind, _, what = first.partition("=")
         if kind not in _DEFAULTS:
             raise InputError(f"speculative is '{text}', {_EXAMPLES}: {did_you_mean(kind, _DEFAULTS)}")
-        if (kind == "draft") != bool(path):
+        if (kind != "ngram") != bool(what):
             raise InputError(f"speculative is '{text}', but must be {_EXAMPLES}")
-        most = _DEFAULTS[kind]
+        most, adaptive = _DEFAULTS[kind], True
         for part in rest:
             name, _, value = part.partition("=")
-            if name != "k":
-                raise InputError(f"speculative is '{text}': unknown setting '{name}'; known: k")
-            if not value.isdecimal() or not 1 <= int(value) <= MOST_GUESSES:
-                raise InputError(f"speculative is '{text}': k must be a whole number from 1 to {MOST_GUESSES}")
-            most = int(value)
-        return cls(kind, most, path or None)
+            if name == "k":
+                if not value.isdecimal() or not 1 <= int(value) <= MOST_GUESSES:
+                    raise InputError(f"speculative is '{text}': k must be a whole number from 1 to {MOST_GUESSES}")
+                most = int(value)
+            elif name == "adaptive":
+                if value not in ("on", "off"):
+                    raise InputError(f"speculative is '{text}': adaptive must be on or off")
+                adaptive = value == "on"
+            else:
+                raise InputError(f"speculative is '{text}': unknown setting '{name}'; known: k, adaptive")
+        return cls(kind, most, what, adaptive)
 
 
 class Speculation:
     """Guesses for those who answer, and how good they were. Without a drafter, nobody speculates."""
 
-    def __init__(self, drafter: Drafter | None = None, most: int = 0) -> None:
+    def __init__(self, drafter: Drafter | None = None, policy: Policy | None = None) -> None:
         self._drafter = drafter
-        self._most = most
+        self._policy = policy or Policy(0, Costs())
+        self._active = drafter is not None  # whether guesses pay now
+        self._begun: deque[float] = deque()  # when the steps in flight began
+        self._ended = 0.0  # when the last step was seen
+        self.accepts: Callable[[int, int], bool] = is_right
         self.steps = 0  # in which a draft was verified, counted for each sequence
         self.guessed = 0  # tokens
         self.accepted = 0  # of these
@@ -83,30 +112,76 @@ class Speculation:
     def on(self) -> bool:
         return self._drafter is not None
 
-    def serves(self, sequence: Sequence) -> bool:
-        """Whether a sequence may speculate. Where logits depend on the tokens before, guesses would change them."""
-        return self._drafter is not None and sequence.guide is None and not sequence.params.shapes_logits
+    def force_acceptance(self, rate: float, seed: int = 0) -> None:
+        """For benchmarks: every guess counts as right with this probability. Answers are not the model's then."""
+        dice = Random(seed)
+        self.accepts = lambda sampled, guessed: dice.random() < rate
 
-    def propose(self, running: Iterable[Sequence]) -> None:
+    def loads(self, sequences: int) -> list[tuple[int, int]]:
+        """Sizes of steps, sequences and guesses, that may come where so many sequences run."""
+        if self._drafter is None:
+            return []
+        return [(size, guesses) for size in _PREPARED if size <= sequences for guesses in self._policy.candidates]
+
+    def prepare(self, graphs: StepGraphs, sequences: int, guesses: int) -> None:
+        """Captures what a step of this size needs."""
+        assert self._drafter is not None
+        key = Key(sequences, 1 + guesses, bool(self._drafter.tree))
+        if graphs.takes(sequences, 1 + guesses, key.tree):
+            graphs.capture(key)
+            self._drafter.prepare(sequences, guesses)
+
+    def reset(self) -> None:
+        """Counters, as if nothing had run."""
+        self.steps = self.guessed = self.accepted = 0
+        self.saved_seconds = 0.0
+
+    def propose(self, running: list[Sequence]) -> None:
         """Drafts for all that wait for their next token only."""
         if self._drafter is None:
             return
+        answering = [one for one in running if one.length - one.computed == 1 and not one.at_limit]
+        lengths = self._policy.lengths(answering)
+        if answering:
+            self._active = bool(lengths)
         for sequence in running:
-            sequence.draft = []
-            if sequence.speculates and not sequence.must_wait and sequence.length - sequence.computed == 1:
-                left = sequence.max_new - len(sequence.answer) - 1  # the token behind the draft is one too
-                if left > 0:
-                    sequence.draft = self._drafter.guess(sequence, min(self._most, left))
+            sequence.speculates = self._active
+            sequence.draft, sequence.tree = [], self._drafter.tree
+            left = sequence.max_new - len(sequence.answer) - 1  # the token behind the draft is one too
+            most = min(lengths.get(sequence.id, 0), left)
+            if most > 0 and not sequence.must_wait:
+                sequence.draft = self._drafter.guess(sequence, most)
 
-    def complete(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
+        """The step as it is planned, before it is launched."""
         if self._drafter is not None:
+            self._begun.append(time.perf_counter())
             self._drafter.complete(plan)
 
+    def end(self, launched: Launched, outcomes: list[Outcome]) -> None:
+        """The results of a step are there; its tokens are not known yet."""
+        if self._drafter is None:
+            return
+        now = time.perf_counter()
+        seconds = now - max(self._begun.popleft(), self._ended)
+        self._ended, plan = now, launched.plan
+        self._drafter.learn(launched, outcomes)
+        if plan.answers_only:
+            guesses = max(len(share.draft) for share in plan.shares)
+            self._policy.costs.observe(len(plan.shares), guesses, seconds)
+            plain = self._policy.costs.estimate(len(plan.shares), 0)
+            if guesses and plain is not None:
+                tokens = sum(len(outcome.tokens) for outcome in outcomes)
+                self.saved_seconds += plain * tokens / len(plan.shares) - seconds
+
     def see(self, outcome: Outcome) -> None:
-        if self._drafter is not None and outcome.share.sequence.speculates:
-            self._drafter.see(outcome)
-        if outcome.share.draft:
-            sequence, guessed = outcome.share.sequence, len(outcome.share.draft)
+        """How the guesses for one sequence did, which has not ended, before its tokens become known."""
+        sequence, guessed = outcome.share.sequence, len(outcome.share.draft)
+        if self._drafter is None or not (guessed or sequence.speculates):
+            return
+        self._drafter.see(outcome)
+        self._policy.see(sequence, guessed, outcome.accepted)
+        if guessed:
             self.steps += 1
             self.guessed += guessed
             self.accepted += outcome.accepted
@@ -116,3 +191,4 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         if self._drafter is not None:
             self._drafter.forget(sequence)
+            self._policy.forget(sequence)

@@ -208,6 +208,8 @@ def test_every_measured_speed_is_below_its_ceiling() -> None:
     checked = 0
     with ENGINE_RESULTS.open() as file:
         for row in csv.DictReader(file):
+            if row.get("speculative"):  # several tokens for one reading of the weights
+                continue
             known = recognise(row["gpu"], 1)
             model, weights = _weights_of(row)
             if known is None or model is None or weights is None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,6 +96,24 @@ def test_generate_as_json(run_cli: Cli) -> None:
     stopped = json.loads(run_cli("generate", "demo", "The function returns", "--stop", " bytes", "--json")[1])
     assert stopped["answers"][0]["stop_reason"] == " bytes"
     assert "bytes" not in stopped["text"]
+
+
+def test_generate_says_how_good_guesses_were(run_cli: Cli) -> None:
+    """The text is that of plain decoding; the line about guesses goes to stderr."""
+    args = ("generate", "demo", "The function returns", "--max-tokens", 24)
+    how = "draft=demo-draft,k=3,adaptive=off"
+    plain = run_cli(*args)[1]
+    code, out, err = run_cli(*args, "--speculative", how)
+    assert (code, out) == (0, plain)
+    found = re.fullmatch(r"speculation: 24 tokens in (\d+) steps, (\d+) % of guesses right\n", err)
+    assert found, err
+    assert int(found[1]) < 24
+    counts = json.loads(run_cli(*args, "--speculative", how, "--json")[1])["speculation"]
+    assert 0 < counts["accepted"] < counts["guessed"] <= 3 * counts["steps"]
+    assert int(found[2]) == round(100 * counts["accepted"] / counts["guessed"])
+    assert "speculation" not in json.loads(run_cli(*args, "--json")[1])
+    one = run_cli("generate", "demo", "The", "--max-tokens", 1, "--speculative", "ngram")[2]
+    assert one == "speculation: 1 tokens in 1 steps, nothing was guessed\n"
 
 
 def test_chat_keeps_the_conversation(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

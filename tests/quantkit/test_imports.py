@@ -52,6 +52,7 @@ ALLOWED["runtime"] = {
     "checkpoint",
     "inspection",
     "kernels",
+    "recipe",
     "sources",
     "strict_yaml",
     "wording",

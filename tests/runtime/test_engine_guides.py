@@ -21,8 +21,20 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+KNOWN: list[list[str]] = []  # guided answers, which no option may change
 
-@pytest.mark.parametrize("options", [{"overlap": False}, {"overlap": True}, {"overlap": True, "kv_tokens": 256}])
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False},
+        {"overlap": True},
+        {"overlap": True, "kv_tokens": 256},
+        {"overlap": True, "speculative": "ngram,k=6,adaptive=off"},
+        {"overlap": False, "speculative": "draft=demo-draft,k=4,adaptive=off", "kv_tokens": 320},
+    ],
+    ids=str,
+)
 def test_answers_follow_their_guides_beside_others(options: dict[str, object]) -> None:
     llm = LLM("demo", device="cpu", max_context=160, **options)
     engine = llm.engine
@@ -53,6 +65,10 @@ def test_answers_follow_their_guides_beside_others(options: dict[str, object]) -
         assert re.fullmatch(r"[a-c]{3}-[0-9]{2}", answers[1])
         assert answers[2] in ("yes", "no", "perhaps")
         assert {ends[request.id, index] for request in guided} == {"stop"}
+    if "draft" in str(options):
+        assert sum(sequence.accepted for request in guided for sequence in request.sequences) > 5
+    KNOWN.append([texts[request.id, index] for request in guided for index in range(2)])
+    assert KNOWN[-1] == KNOWN[0]
     alone = LLM("demo", device="cpu", max_context=160).generate(["The function returns", "In the year"], free)
     assert [texts[request.id, 0] for request in plain] == [one.text for one in alone]
 

@@ -25,9 +25,11 @@ from quantkit.runtime.prompt_logprobs import PromptLogprobs
 from quantkit.runtime.runner import Outcome, Sampled
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.speculation.costs import Costs
+from quantkit.runtime.speculation.policy import Policy
 from quantkit.runtime.speculation.speculation import Speculation
-from quantkit.runtime.step_inputs import FROM_PLACE, InputMaker
-from quantkit.runtime.step_plan import Share, StepPlan
+from quantkit.runtime.step_inputs import InputMaker, TableChanges
+from quantkit.runtime.step_plan import FROM_PLACE, Share, StepPlan
 
 END = 2
 VOCAB = 3
@@ -61,12 +63,17 @@ def drawn(seed: int, position: int) -> int:
 class Guesser:
     """Drafts that are right half of the time, and as long as asked for or shorter."""
 
+    tree: tuple[int, ...] = ()
+
     def guess(self, sequence: Sequence, most: int) -> list[int]:
         random = Random(len(sequence.tokens) * 31 + sequence.seed)
         right = [drawn(sequence.seed, len(sequence.tokens) + ahead) for ahead in range(random.randint(0, most))]
         return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right]
 
     def complete(self, plan: StepPlan) -> None:
+        pass
+
+    def learn(self, launched: Any, outcomes: list[Outcome]) -> None:
         pass
 
     def see(self, outcome: Outcome) -> None:
@@ -87,15 +94,18 @@ class PaperRunner:
         self.truth: dict[int, list[int]] = {}  # by sequence: its tokens, those that the host has not seen included
         self.host: dict[int, list[list[int]]] = {}  # by sequence: pages that were swapped out
         self.guessed: dict[int, tuple[int, int]] = {}  # by sequence, until the host asks: guesses right and wrong
-        self._maker = InputMaker(places, width, page_size)
+        self._changes = TableChanges(places, width)
+        self._maker = InputMaker(page_size)
         self._width = width
 
-    def launch(self, plan: StepPlan) -> Any:
+    def prepare(self, plan: StepPlan) -> None:
         self.move_pages(plan)
-        inputs = self._maker.make(plan)
-        for index, page in zip(inputs.table_index, inputs.table_pages, strict=True):
+        for index, page in zip(*self._changes.of(plan), strict=True):
             place, column = divmod(index, self._width)
             self.table[place][column] = page
+
+    def launch(self, plan: StepPlan) -> Any:
+        inputs = self._maker.make(plan)
         for number, share in enumerate(plan.shares):
             first, last = inputs.starts[number : number + 2]
             self._write(share, inputs.ids[first:last], inputs.positions[first:last], inputs.slots[first:last])
@@ -109,9 +119,11 @@ class PaperRunner:
                 right = samples[-1].accepted
                 self.guessed[share.sequence.id] = right, len(share.draft) - right
         asked = [share for share in plan.shares if share.sequence.needs_all_logits]
-        return SimpleNamespace(samples=samples, prompts={share.sequence.id: numbered(share) for share in asked})
+        return SimpleNamespace(
+            plan=plan, samples=samples, prompts={share.sequence.id: numbered(share) for share in asked}
+        )
 
-    def collect(self, launched: Any) -> list[Outcome]:
+    def collect(self, launched: Any, accepts: Any) -> list[Outcome]:
         for outcome in launched.samples:
             self.guessed.pop(outcome.share.sequence.id, None)
         return list(launched.samples)
@@ -232,6 +244,19 @@ class WatchedScheduler(Scheduler):
             assert pages + reserve + 1 > self.pool.free, "the first in line would fit"
 
 
+class Whim(Policy):
+    """Now and then nobody guesses for some steps; else everybody gets another number of guesses each time."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most, Costs())
+        self._dice = Random(most)
+        self._quiet = 0
+
+    def lengths(self, answering: list[Sequence]) -> dict[int, int]:
+        self._quiet = self._quiet - 1 if self._quiet else self._dice.choice((0, 0, 0, 0, 0, 3))
+        return {} if self._quiet else {one.id: self._dice.randint(0, self.most) for one in answering}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Small pools, so that sequences are preempted all the time."""
 
@@ -272,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
         runner: Any = self.runner
         self.engine = Engine(config, runner, plan, options)
-        self.engine.speculation = Speculation(Guesser(), guesses) if guesses else Speculation()
+        self.engine.speculation = Speculation(Guesser(), Whim(guesses)) if guesses else Speculation()
         made = self.engine.scheduler
         self.scheduler = WatchedScheduler(made.pool, replace(made.limits, reserve=reserve))
         self.engine.scheduler = self.scheduler

@@ -76,9 +76,9 @@ def test_graph_sizes_to_capture() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_no_graph_is_captured_later() -> None:
     llm = LLM("demo", device="cuda", kv_tokens=50_000, max_context=512, max_sequences=32, warm_up=True)
-    graphs = llm.engine.runner._graphs
+    graphs = llm.engine.runner.graphs
     assert graphs is not None
     before = set(graphs._graphs)
-    assert before == set(graphs.sizes)
+    assert {key.sequences for key in before} == set(graphs.sizes)
     llm.generate([[5, number] for number in range(20)], SamplingParams(max_tokens=12, ignore_eos=True))
     assert set(graphs._graphs) == before

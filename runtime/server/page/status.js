@@ -143,6 +143,9 @@ export class Status {
     setText("prefix", percent(live.prefix_hit_percent));
     setText("restarts", whole(live.restarts));
     byId("restarts").className = live.restarts ? "bad" : "";
+    for (const node of document.querySelectorAll(".guesses")) node.hidden = !info.speculates;
+    setText("guesses-right", percent(live.acceptance_percent));
+    setText("tokens-per-step", known(live.tokens_per_step, (v) => v.toFixed(2)));
     const used = live.kv_percent ?? 0;
     setText("kv-percent", `${percent(live.kv_percent)} of ${tokens(info.kv_tokens)}`);
     byId("kv-bar").setAttribute("aria-valuenow", used.toFixed(1));

@@ -32,6 +32,7 @@ INFO = EngineInfo(
     eos=(2,),
     max_sequences=4,
 )
+GUESSING = replace(INFO, speculates=True)
 STATS = EngineStats(
     running=2,
     waiting=3,
@@ -42,6 +43,10 @@ STATS = EngineStats(
     generated_tokens=70,
     preemptions=1,
     steps=9,
+    draft_steps=8,
+    guessed_tokens=32,
+    accepted_tokens=12,
+    saved_seconds=-0.5,
 )
 VLLM = {  # what dashboards for vLLM read
     "vllm:time_to_first_token_seconds",
@@ -62,10 +67,15 @@ VLLM = {  # what dashboards for vLLM read
     "vllm:request_success",
     "vllm:num_preemptions",
 }
+VLLM_GUESSES = {  # where it speculates
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+}
 
 
-def make(stats: Callable[[], EngineStats] = lambda: STATS, **options: Any) -> ServerMetrics:
-    return ServerMetrics(stats, INFO, **options)
+def make(stats: Callable[[], EngineStats] = lambda: STATS, info: EngineInfo = INFO, **options: Any) -> ServerMetrics:
+    return ServerMetrics(stats, info, **options)
 
 
 def samples(metrics: ServerMetrics) -> dict[str, float]:
@@ -138,6 +148,30 @@ def test_counters_do_not_fall_when_the_engine_starts_anew() -> None:
     assert metrics.snapshot()["prefix_hit_percent"] == 25.0
 
 
+def test_guesses_are_counted_where_there_are_any() -> None:
+    assert not any("spec_decode" in name for name in samples(make()))
+    stats = [STATS]
+    metrics = make(lambda: stats[0], GUESSING)
+    found = samples(metrics)
+    assert found["quantkit:spec_decode_num_drafts_total"] == 8
+    assert found["quantkit:spec_decode_num_draft_tokens_total"] == 32
+    assert found["quantkit:spec_decode_num_accepted_tokens_total"] == 12
+    assert found["quantkit:spec_decode_saved_seconds"] == -0.5
+    live = metrics.snapshot()
+    assert (live["acceptance_percent"], live["tokens_per_step"]) == (37.5, 2.5)
+    stats[0] = replace(STATS, saved_seconds=-2.0)  # the same process: guesses went wrong
+    assert samples(metrics)["quantkit:spec_decode_saved_seconds"] == -2.0
+    stats[0] = EngineStats(draft_steps=1, guessed_tokens=4, accepted_tokens=4, saved_seconds=0.25)  # a new process
+    found = samples(metrics)
+    assert found["quantkit:spec_decode_num_draft_tokens_total"] == 36
+    assert found["quantkit:spec_decode_saved_seconds"] == -1.75
+
+
+def test_a_server_that_has_not_guessed_yet_shows_no_share() -> None:
+    live = make(EngineStats, GUESSING).snapshot()
+    assert live["acceptance_percent"] is live["tokens_per_step"] is None
+
+
 def test_an_unknown_reason_makes_no_new_series() -> None:
     metrics = make()
     metrics.request_finished("no such reason", 1, 0, 1, 0.1)
@@ -149,6 +183,8 @@ def test_names_of_vllm_are_there_only_when_asked_for() -> None:
     both = make(vllm_names=True)
     both.token_gap(0.002)
     assert {name for name in families(both) if name.startswith("vllm:")} == VLLM
+    guessing = families(make(info=GUESSING, vllm_names=True))
+    assert {name for name in guessing if name.startswith("vllm:")} == VLLM | VLLM_GUESSES
     found = samples(both)
     for name, value in found.items():
         if name.startswith("vllm:") and "gpu_cache" not in name and "time_per_output" not in name:
@@ -223,7 +259,7 @@ def _timed(metrics: ServerMetrics, count: int = 1000) -> float:
 
 def sample_names() -> set[str]:
     """Every name that a query can ask for, also where no sample was counted yet."""
-    metrics = make(shadow=lambda: {"kl": 0.1})
+    metrics = make(info=GUESSING, shadow=lambda: {"kl": 0.1})
     metrics.request_refused(429)
     return {name.partition("{")[0] for name in samples(metrics)}
 

@@ -127,6 +127,17 @@ def test_live_numbers_follow_an_answer(page: Browser) -> None:
         assert name in served
 
 
+def test_guesses_are_shown_where_there_are_any(page: Browser, start_server: Callable[..., Any]) -> None:
+    names = ("#guesses-right", "#tokens-per-step")
+    eventually(page, lambda: one(page, "#running").text == "0")
+    assert not any(one(page, name).is_displayed() for name in names)
+    page.get(start_server(speculative="draft=demo-draft,k=3,adaptive=off").base_url)
+    eventually(page, lambda: all(one(page, name).is_displayed() for name in names))
+    ask_long(page, tokens=48)
+    eventually(page, lambda: one(page, "#guesses-right").text.endswith(" %"))
+    assert 1 <= float(one(page, "#tokens-per-step").text) <= 4
+
+
 def test_stop_keeps_what_was_written_and_retry_asks_again(page: Browser) -> None:
     ask_long(page)
     eventually(page, lambda: len(answer(page)) > 10)
