@@ -15,7 +15,7 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICE
 def model_folder(model: str | Path) -> Path:
     """The local folder of a model. Hub models are downloaded once, without pickle files."""
     if str(model) in BUNDLED:
-        return Path(__file__).parent / "bundled" / str(model)
+        return bundled_folder(str(model))
     path = Path(model)
     if path.is_dir():
         return path
@@ -40,3 +40,7 @@ def _download(name: str) -> Path:
         raise StorageError(
             f"no folder '{name}' here, and the hub did not give a model of that name: {reason}"
         ) from error
+
+
+def bundled_folder(name: str) -> Path:
+    return Path(__file__).parent / "bundled" / name

@@ -27,7 +27,7 @@ _SHAPES = f"Models, or layers as OUTxIN; default: {DEFAULT_SHAPE}."
 _PEERS = "torch, tinygemm, gemlite, bitsandbytes; default: those installed."
 
 
-@click.group("bench", short_help="Measure speed, against the hardware's limits and other packages.")
+@click.group("bench", short_help="Measure speed, beside limits and other packages.")
 def command() -> None:
     """Measure speed on this machine.
 

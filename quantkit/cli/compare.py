@@ -22,7 +22,7 @@ _CPU_BATCHES, _GPU_BATCHES = "1,4", "1,8,32,256"
 _CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 
 
-@click.command("compare", short_help="Every format of a model: quality, speed and memory, in one report.")
+@click.command("compare", short_help="Quality, speed and memory of every format, in one report.")
 @click.argument("model")
 @click.option("-r", "--recipe", "recipes", multiple=True, metavar="RECIPE", help="May be given several times.")
 @click.option("-c", "--checkpoint", "checkpoints", multiple=True, metavar="DIR", help="Also this one, made elsewhere.")

@@ -10,7 +10,7 @@ from quantkit.cli.common import json_option, output_option, overwrite_option, pr
 from quantkit.wording import human_bytes
 
 
-@click.command("convert", short_help="Rewrite a quantized checkpoint in another format, without loss.")
+@click.command("convert", short_help="Rewrite a quantized checkpoint in another format.")
 @click.argument("checkpoint")
 @click.option(
     "--to", required=True, metavar="FORMAT", help="gptq, gptq-v2, awq, compressed-tensors, w8a8, nf4-plain ..."

@@ -20,7 +20,7 @@ _GPU = "Such as h100 or rtx4090; default: the one here, else all of them for mem
 _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 
 
-@click.command("plan", short_help="What a model takes and how fast it could be, before anything runs.")
+@click.command("plan", short_help="What a model takes, and how fast it could be at best.")
 @click.argument("model")
 @click.option("-r", "--format", "formats", multiple=True, metavar="RECIPES", help=_RECIPES)
 @click.option("--gpu", metavar="NAME", help=_GPU)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.medusa.heads import MedusaHeads
 from quantkit.medusa.loss import LmHead
 from quantkit.medusa.states import Trace
-from quantkit.medusa.tree import Tree, chain
+from quantkit.runtime.speculation.medusa_heads import MedusaHeads
+from quantkit.runtime.speculation.medusa_tree import Tree, chain
 
 RANKS = 16  # of each head that are looked at; no tree of 15 nodes uses more
 _ROWS = 256  # whose logits are in memory at once

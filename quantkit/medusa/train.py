@@ -17,14 +17,14 @@ from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
-from quantkit.medusa.heads import MOST_HEADS, MOST_LAYERS, MedusaHeads, Target, save_heads
 from quantkit.medusa.loss import LmHead, guess_loss
 from quantkit.medusa.measure import TokensPerStep, accuracies, guess, tokens_per_step
 from quantkit.medusa.states import Trace, answers, trace
 from quantkit.medusa.texts import MOST_TOKENS, PROMPT, Texts, choose_output, read_texts
-from quantkit.medusa.tree import MOST_NODES, Tree, choose_tree
 from quantkit.progress import Progress, silent
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.speculation.medusa_heads import MOST_HEADS, MOST_LAYERS, MedusaHeads, Target, save_heads
+from quantkit.runtime.speculation.medusa_tree import MOST_NODES, Tree, choose_tree
 from quantkit.sources import model_folder
 from quantkit.wording import model_name
 
@@ -36,7 +36,7 @@ SEQUENCES = 32  # answered at the same time
 ANSWER = 96  # tokens of an answer that is measured
 SAMPLED = 192  # tokens of an answer that is trained on
 WARM_UP = 30  # steps at most
-_RATE = 2.5  # learning rate times hidden size; tuned on the bundled model, 512 wide
+_RATE = 1.25  # learning rate times hidden size; tuned on the bundled model, 512 wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,7 @@ def train_medusa(
     target = Target.of(checkpoint)
     folder = choose_output(checkpoint.folder, output)
     texts = read_texts(checkpoint, text, heldout, options.seed, options.self_generated * (PROMPT + SAMPLED))
+    prompts = texts.prompts_to_train(options.self_generated)
     with stage("loading") as advance:
         llm = LLM(
             checkpoint.folder,
@@ -110,7 +111,7 @@ def train_medusa(
             on_block=advance,
         )
     lm_head, embedding = LmHead.of(llm.engine, checkpoint), llm.engine.runner.decoder.weights.embedding
-    learned = _training_traces(llm, texts, options, stage)
+    learned = _training_traces(llm, texts, prompts, options.seed, stage)
     heads = MedusaHeads(target.hidden_size, options.heads, options.layers).to(embedding.device)
     losses = fit(heads, lm_head, embedding, learned, options, stage)
     heads = heads.to(torch.bfloat16).to(embedding.dtype).requires_grad_(False)  # as the file will hold them
@@ -134,13 +135,13 @@ def train_medusa(
     return report
 
 
-def _training_traces(llm: LLM, texts: Texts, options: TrainOptions, stage: Stage) -> list[Trace]:
+def _training_traces(llm: LLM, texts: Texts, prompts: Tensor, seed: int, stage: Stage) -> list[Trace]:
+    """Of the text, and of sampled answers to the prompts [prompts, tokens]."""
     sequences = list(texts.windows)
-    if options.self_generated:
-        prompts = texts.prompts_to_train(options.self_generated)
+    if len(prompts):
         with stage("answers") as advance:
             length = min(SAMPLED, texts.context - prompts.shape[1])
-            sequences += answers(llm, prompts, length, 1.0, options.seed, advance)
+            sequences += answers(llm, prompts, length, 1.0, seed, advance)
     with stage("hidden states") as advance:
         return trace(llm.engine, sequences, on_item=advance)
 

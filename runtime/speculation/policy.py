@@ -18,6 +18,7 @@ from quantkit.runtime.speculation.costs import Costs
 
 _GAIN = 1.02  # that guessing must promise; less is noise
 _PROBE = 128  # plain steps after which guesses are tried again, where they could pay
+_TRIED = 4  # drafts that are then verified, one guess each
 _HOPE = 0.9  # the acceptance with which they could
 _FADING = 0.95  # per step: what happened 60 steps ago counts one twentieth
 
@@ -55,6 +56,7 @@ class Policy:
         self._everybody = _Record()
         self._records: dict[int, _Record] = {}
         self._plain_steps = 0
+        self._to_try = 0  # drafts, though they did not pay lately
 
     def lengths(self, answering: list[Sequence]) -> dict[int, int]:
         """Guesses for each sequence of a step, by its id; empty where nobody should guess."""
@@ -66,14 +68,16 @@ class Policy:
         best = self._best(len(answering), records)
         if best == 0 and self._plain_steps >= _PROBE:
             hope = [replace(record, right=_HOPE, tested=1.0, offered=1.0) for record in records]
-            best = min(1, self._best(len(answering), hope))
+            self._to_try = _TRIED if self._best(len(answering), hope) else 0
             self._plain_steps = 0
-        if best == 0:
+        if best == 0 and self._to_try == 0:
             self._plain_steps += 1
             return {}
+        best = best or 1
         return {one.id: self._own(record, best, len(answering)) for one, record in zip(answering, records, strict=True)}
 
     def see(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+        self._to_try = max(0, self._to_try - 1)
         self._records[sequence.id] = self._record(sequence).after(guessed, accepted)
         self._everybody = self._everybody.after(guessed, accepted)
 

@@ -9,8 +9,8 @@ import pytest
 
 from quantkit import quantize
 from quantkit.checkpoint import Checkpoint
-from quantkit.medusa.heads import FACTS, WEIGHTS, Target, load_heads
 from quantkit.medusa.texts import read_texts
+from quantkit.runtime.speculation.medusa_heads import FACTS, WEIGHTS, Target, load_heads
 from quantkit.sources import model_folder
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -67,6 +67,10 @@ def test_what_is_measured_is_not_trained_on(small_text: Path) -> None:
         (("demo-draft", "-o", "{tmp}/heads", "--text", "{tmp}/short.txt"), ("less than one window",)),
         (("demo-draft", "-o", "{tmp}/heads", "--text", "{tmp}/one.txt"), ("one window", "--heldout")),
         (("demo-draft", "-o", "{tmp}/heads", "--heldout", "{tmp}/none.txt"), ("no text", "none.txt")),
+        (
+            ("demo-draft", "-o", "{tmp}/heads", "--self-generated", 500, "--text", "{tmp}/small.txt"),
+            ("24 prompts", "500"),
+        ),
         (("demo-draft", "-o", "{tmp}/short.txt"), ("is a file", "-o")),
         (("demo-draft", "-o", "{tmp}/heads", "--device", "tpu"), ("device 'tpu' is not known",)),
         (("{tmp}/nothing",), ("no model at",)),
@@ -76,6 +80,7 @@ def test_what_is_measured_is_not_trained_on(small_text: Path) -> None:
 def test_wrong_input_is_one_line(
     assert_refused: Refused, tmp_path: Path, small_text: Path, args: tuple[object, ...], words: tuple[str, ...]
 ) -> None:
+    shutil.copy(small_text, tmp_path / "small.txt")
     (tmp_path / "short.txt").write_text("a few words", encoding="utf-8")
     (tmp_path / "one.txt").write_text(small_text.read_text(encoding="utf-8")[:2600], encoding="utf-8")
     shutil.copytree(model_folder("demo-draft"), tmp_path / "odd")

@@ -13,8 +13,16 @@ from safetensors.torch import load_file, save_file
 from quantkit import quantize
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, StorageError
-from quantkit.medusa.heads import FACTS, WEIGHTS, MedusaHeads, Target, find_heads, load_heads, save_heads
-from quantkit.medusa.tree import choose_tree
+from quantkit.runtime.speculation.medusa_heads import (
+    FACTS,
+    WEIGHTS,
+    MedusaHeads,
+    Target,
+    find_heads,
+    load_heads,
+    save_heads,
+)
+from quantkit.runtime.speculation.medusa_tree import choose_tree
 from quantkit.sources import model_folder
 
 TARGET = Target("llama", 64, 100, 2, "0" * 64)
@@ -85,6 +93,7 @@ def test_saving_is_repeatable_and_names_no_place(saved: Path, tmp_path: Path) ->
         assert (saved / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert sorted(file.name for file in saved.iterdir()) == [FACTS, WEIGHTS]
     assert str(tmp_path) not in (saved / FACTS).read_text()
+    assert (saved / WEIGHTS).stat().st_mode == (saved / FACTS).stat().st_mode, "whoever may read one may read both"
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ from quantkit.bundled import HELDOUT_TEXT
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
-from quantkit.medusa.heads import MedusaHeads, Target, load_heads
 from quantkit.medusa.loss import LmHead, guess_loss
 from quantkit.medusa.measure import RANKS, Guesses, accuracies, guess, tokens_per_step
 from quantkit.medusa.states import Trace, answers, hidden_states, trace
 from quantkit.medusa.train import TrainOptions, fit, heldout_losses
-from quantkit.medusa.tree import Tree, chain
 from quantkit.reference import load_reference, load_tokenizer
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.scoring import score_tokens
+from quantkit.runtime.speculation.medusa_heads import MedusaHeads, Target, load_heads
+from quantkit.runtime.speculation.medusa_tree import Tree, chain
 from quantkit.sources import model_folder
 
 

@@ -54,12 +54,14 @@ ALLOWED["runtime"] = {
     "kernels",
     "recipe",
     "sources",
+    "storage",
     "strict_yaml",
     "wording",
 }
 ALLOWED["eval"] = (
     ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection", "planning"}
 )
+ALLOWED["medusa"] = {"bundled", "calibration", "checkpoint", "reference", "runtime", "sources", "wording"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
 EVERYWHERE = {"errors", "progress"}

@@ -57,6 +57,18 @@ def test_bad_guesses_are_left_alone_and_tried_again() -> None:
     assert sum(bool(lengths) for lengths in better[-100:]) > 90
 
 
+def test_a_trial_waits_until_somebody_can_guess() -> None:
+    """Steps overlap while nobody guesses: the first draft comes when the tokens on their way have come back."""
+    policy, running = Policy(4, memory_bound()), sequences(1)
+    settled(policy, running, 0.0, 60)
+    asked = [bool(policy.lengths(running)) for _ in range(300)]  # nothing is verified meanwhile
+    first = asked.index(True)
+    assert all(asked[first:])
+    for _ in range(4):
+        policy.see(running[0], 1, 0)
+    assert policy.lengths(running) == {}
+
+
 def test_a_large_batch_is_not_guessed_for() -> None:
     found = settled(Policy(8, memory_bound()), sequences(128), 0.8, 300)
     assert not any(found)
