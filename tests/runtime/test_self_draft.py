@@ -1,0 +1,51 @@
+"""The model itself in fewer bits as its draft: made while it loads, or another checkpoint that `quantize` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quantkit
+from quantkit.bundled import HELDOUT_TEXT
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.params import SamplingParams
+
+PROMPTS = [HELDOUT_TEXT.read_text(encoding="utf-8")[at : at + 150] for at in range(0, 2000, 500)]
+# No LLM.int8 here: which columns it leaves in 16 bit depends on all tokens of a step, with guesses or without.
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The bundled model in several formats."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for recipe in ("nf4", "rtn-w4g128", "rtn-w3g128"):
+        quantkit.quantize("demo", recipe, folder / recipe, quality_windows=0)
+    return {recipe.name: recipe for recipe in folder.iterdir()}
+
+
+def answers(model: Path | str, speculative: str | None) -> tuple[list[list[int]], float]:
+    llm = LLM(model, device="cpu", dtype="float32", max_context=256, speculative=speculative)
+    found = [generation.answers[0].token_ids for generation in llm.generate(PROMPTS, GREEDY)]
+    speculation = llm.engine.speculation
+    return found, speculation.accepted / max(speculation.guessed, 1)
+
+
+@pytest.mark.parametrize("target", ["demo", "nf4", "rtn-w4g128"])
+@pytest.mark.parametrize("how", ["self=rtn-w3g128", "self=nf4", "draft=rtn-w3g128"])
+def test_every_pair_answers_as_the_target_alone(target: str, how: str, checkpoints: dict[str, Path]) -> None:
+    model = checkpoints.get(target, target)
+    kind, _, name = how.partition("=")
+    draft = str(checkpoints[name]) if kind == "draft" else name
+    alone, _ = answers(model, None)
+    found, acceptance = answers(model, f"{kind}={draft},k=3,adaptive=off")
+    assert found == alone
+    assert acceptance > 0.25
+
+
+def test_a_draft_made_while_loading_is_the_checkpoint_of_that_recipe(checkpoints: dict[str, Path]) -> None:
+    """Both round the same weights in the same way, so they guess the same."""
+    made, stored = (answers("demo", f"{how},k=3,adaptive=off")
+                    for how in ("self=nf4", f"draft={checkpoints['nf4']}"))  # fmt: skip
+    assert made == stored
