@@ -31,7 +31,8 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.kernels.attention.cache import EIGHT_BIT, LARGEST_GROUP, CacheLayout, layout_of
-from quantkit.kernels.attention.decode import (
+from quantkit.kernels.attention.decode import launch_decode
+from quantkit.kernels.attention.decode_plan import (
     LARGEST_ROWS,
     MOST_NODES,
     MOST_PROGRAMS_PER_SM,
@@ -39,7 +40,6 @@ from quantkit.kernels.attention.decode import (
     Scratch,
     choose_splits,
     decode_config,
-    launch_decode,
     scratch_needs,
 )
 from quantkit.kernels.attention.prefill import PrefillConfig, launch_prefill, prefill_config

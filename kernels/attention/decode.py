@@ -15,15 +15,14 @@ it stands for all old tokens, so that one test per score is enough.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.attention.cache import CacheLayout
+from quantkit.kernels.attention.decode_plan import MOST_NODES, DecodeConfig, Scratch
 from quantkit.kernels.attention.tiles import (
     LOG2_E,
     LOWEST,
@@ -35,83 +34,7 @@ from quantkit.kernels.attention.tiles import (
     row_offsets,
 )
 
-LARGEST_ROWS = 64
-MOST_NODES = 62  # new tokens of a sequence with ancestors
-OLD_BIT = tl.constexpr(62)
-MOST_SPLITS = 128
-MOST_PROGRAMS_PER_SM = 4  # of the default configurations
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """How the decode kernel is compiled (`block_n` tokens a tile) and how many programs a multiprocessor gets."""
-
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-
-
-def decode_config(padded_dim: int, itemsize: int, rows: int, pairs: int, processors: int) -> DecodeConfig:
-    """The default for a head dimension, a cache element size, the most rows of a sequence, and how many programs a call
-    has without splits: `pairs` of a sequence and a KV head.
-
-    Few pairs get one program with large tiles per multiprocessor, many get small programs. On an H200 with 8 KV heads
-    of dim 128 in bfloat16, the first against the second: 1x8192 tokens 16.6 / 25.4 us, 1x32768 40.2 / 50.1, 8x2048
-    23.2 / 25.3, 32x1024 38.5 / 35.8, 128x1024 134.9 / 127.7, 256x1024 254.4 / 243.9.
-    """
-    few = 2 * pairs <= processors  # so that splits fill at least two thirds of the multiprocessors
-    num_warps = 8 if rows > 32 else 4  # fewer do not hold the sums in registers
-    if padded_dim == 256:
-        return DecodeConfig(block_n=32, num_warps=num_warps, num_stages=3, programs_per_sm=2)
-    if padded_dim == 64 or itemsize == 1:
-        return DecodeConfig(block_n=128, num_warps=num_warps, num_stages=3, programs_per_sm=1 if few else 2)
-    if rows > 16:
-        return DecodeConfig(block_n=64, num_warps=num_warps, num_stages=3, programs_per_sm=3)
-    if few:
-        return DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=1)
-    return DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=3)
-
-
-def choose_splits(pairs: int, max_context: int, programs: int, block_n: int) -> int:
-    """Into how many parts to divide each context: about `programs` programs for `pairs` of a sequence and a KV head.
-
-    No part is less than a tile.
-    """
-    tiles = -(-max_context // block_n)
-    return max(1, min(programs // max(1, pairs), tiles, MOST_SPLITS))
-
-
-def scratch_needs(pairs: int, splits: int, rows: int, padded_dim: int) -> dict[str, int]:
-    """What `Scratch` must hold; nothing for a single split, which writes its result itself."""
-    meeting = pairs if splits > 1 else 0
-    return {"programs": meeting * splits, "rows": rows, "padded_dim": padded_dim, "counters": meeting}
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Where the splits of one call meet. Tickets are zero between calls, so calls in a row may share one."""
-
-    partial: Tensor  # float32 [programs * rows * padded_dim]
-    stats: Tensor  # float32 [programs * rows * 2]: largest score, sum of weights
-    tickets: Tensor  # int32 [sequences * kv_heads]
-
-    @classmethod
-    def allocate(
-        cls, device: torch.device | str, *, programs: int, rows: int, padded_dim: int, counters: int
-    ) -> Scratch:
-        return cls(
-            partial=torch.empty(programs * rows * padded_dim, dtype=torch.float32, device=device),
-            stats=torch.empty(programs * rows * 2, dtype=torch.float32, device=device),
-            tickets=torch.zeros(counters, dtype=torch.int32, device=device),
-        )
-
-    def holds(self, *, programs: int, rows: int, padded_dim: int, counters: int) -> bool:
-        return (
-            self.partial.numel() >= programs * rows * padded_dim
-            and self.stats.numel() >= programs * rows * 2
-            and self.tickets.numel() >= counters
-        )
+OLD_BIT = tl.constexpr(MOST_NODES)  # of a row's ancestors: all old tokens
 
 
 @triton.jit

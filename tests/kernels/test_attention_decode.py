@@ -9,7 +9,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.attention.attend import Plan, attend, make_scratch, plan, supports
 from quantkit.kernels.attention.batches import Batch, random_batch
 from quantkit.kernels.attention.cache import CacheLayout
-from quantkit.kernels.attention.decode import DecodeConfig, choose_splits, decode_config, scratch_needs
+from quantkit.kernels.attention.decode_plan import DecodeConfig, choose_splits, decode_config, scratch_needs
 from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 

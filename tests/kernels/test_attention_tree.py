@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.kernels.attention.attend import attend, make_scratch
 from quantkit.kernels.attention.batches import Batch, random_batch
-from quantkit.kernels.attention.decode import DecodeConfig
+from quantkit.kernels.attention.decode_plan import DecodeConfig
 from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 

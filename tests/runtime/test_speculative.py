@@ -10,23 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.errors import InputError
-from quantkit.kernels.reference import sampling
 from quantkit.runtime.engine import Engine, Request
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.ops import ops_for
 from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.rejection import Proposed
-from quantkit.runtime.runner import Launched, Outcome, Runner
-from quantkit.runtime.sampler import Sampler
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.speculation.speculation import SpeculativeOptions
-from quantkit.runtime.step_plan import Share, StepPlan
 from quantkit.sources import model_folder
 
 
@@ -166,134 +158,6 @@ def test_lookup_finds_what_followed_before() -> None:
     assert drafter.guess(sequence, 2) == [8, 3]
     drafter.forget(sequence)
     assert drafter._indexes == {}
-
-
-# Sampling, counted. The target is a chain of five tokens: what follows depends on the last one. Every sequence draws
-# two tokens; the second comes from the same step where the guess was right, and from a step of its own elsewhere.
-
-CHAIN = torch.tensor([[2.0, 1.0, 0.2, -1.0, 0.0], [0.0, 0.0, 1.5, 1.0, -2.0], [1.0, -1.0, 0.5, 0.3, 0.2],
-                      [0.1, 0.2, 0.3, 0.4, 0.5], [-1.0, 2.0, 0.0, 0.0, 1.0]])  # fmt: skip
-OTHER = CHAIN + torch.tensor([-1.0, 0.0, 0.0, 0.0, 1.5])  # what a draft model thinks
-START, SAMPLES, BATCH = 0, 200_000, 20_000
-SETTINGS = [
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=1.0, top_p=0.8),
-    SamplingParams(temperature=0.7, top_k=3),
-]
-
-
-def probabilities(params: SamplingParams) -> Tensor:
-    """Of the target, [token, following token]."""
-    rows = len(CHAIN)
-    columns = [torch.full((rows,), value) for value in (params.temperature, params.top_p, params.min_p)]
-    kept = sampling.allowed(CHAIN, columns[0], torch.full((rows,), params.top_k), columns[1], columns[2])
-    return (CHAIN / params.temperature).masked_fill(~kept, float("-inf")).double().softmax(-1)
-
-
-def verified(
-    sequences: list[Sequence], drafts: list[tuple[int, ...]], position: int, proposals: bool = False
-) -> list[Outcome]:
-    """The real sampler and the real verdict, on logits of the chain. `proposals`: guesses were drawn from OTHER."""
-    sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"), seed=position)
-    shares = [Share(one, position, 1 + len(draft), True, draft) for one, draft in zip(sequences, drafts, strict=True)]
-    rows = [token for one, draft in zip(sequences, drafts, strict=True) for token in (one.tokens[-1], *draft)]
-    owners = [share.sequence for share in shares for _ in range(1 + len(share.draft))]
-    places = torch.zeros(len(rows), dtype=torch.int64)
-    positions = torch.tensor([position + ahead for share in shares for ahead in range(1 + len(share.draft))])
-    ids, proposed = torch.tensor(rows), None
-    if proposals:
-        at = torch.tensor([row for row in range(len(rows) - 1) if owners[row] is owners[row + 1]])
-        proposed = Proposed(at, ids[at + 1], OTHER[ids[at]])
-    samples = sampler(CHAIN[ids], owners, places, positions, proposed=proposed)
-    return Runner.collect(None, Launched(StepPlan(shares), shares, samples, torch.tensor(rows), {}, None))  # type: ignore[arg-type]
-
-
-def guessed(sequences: list[Sequence], draft: tuple[int, ...] | str) -> list[tuple[int, ...]]:
-    """The same draft for all, or what another chain draws with each sequence's own random numbers, or with others."""
-    if not isinstance(draft, str):
-        return [draft] * len(sequences)
-    if draft == "drawn":
-        sequences = [replace(one, seed=~one.seed) for one in sequences]
-    sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"))
-    tokens, found = torch.full((len(sequences),), START), []
-    for position in (1, 2):
-        places = torch.zeros(len(sequences), dtype=torch.int64)
-        tokens = sampler(OTHER[tokens], sequences, places, places + position).tokens
-        found.append(tokens.tolist())
-    return list(zip(*found, strict=True))
-
-
-def pairs_drawn(params: SamplingParams, draft: tuple[int, ...] | str, spoil: float = 0.0) -> Tensor:
-    """How often each pair of tokens was drawn, [first, second]. `spoil`: the share of wrong first guesses that are
-    taken for right."""
-    counts = torch.zeros(len(CHAIN), len(CHAIN), dtype=torch.int64)
-    dice = random.Random(5)
-    for first in range(0, SAMPLES, BATCH):
-        made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(first, first + BATCH)]
-        short = []
-        for outcome in verified(made, guessed(made, draft), position=1, proposals=draft == "drawn"):
-            tokens = [sampled.token for sampled in outcome.tokens]
-            if spoil and outcome.accepted == 0 and dice.random() < spoil:
-                tokens[0] = outcome.share.draft[0]
-            outcome.share.sequence.tokens += tokens[:2]
-            if len(tokens) < 2:
-                short.append(outcome.share.sequence)
-        for outcome in verified(short, [()] * len(short), position=2):
-            outcome.share.sequence.tokens.append(outcome.tokens[0].token)
-        drawn = torch.tensor([one.tokens[1:3] for one in made])
-        counts += torch.bincount(drawn[:, 0] * len(CHAIN) + drawn[:, 1], minlength=len(CHAIN) ** 2).view_as(counts)
-    return counts
-
-
-def chi_square(counts: Tensor, params: SamplingParams) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; tokens that cannot be drawn must not be."""
-    chain = probabilities(params)
-    expected = (chain[START][:, None] * chain) * SAMPLES
-    possible = expected > 0
-    assert int(counts[~possible].sum()) == 0
-    return float(((counts - expected)[possible] ** 2 / expected[possible]).sum()), int(possible.sum()) - 1
-
-
-def limit(freedom: int) -> float:
-    """Chi-square beyond which chance goes once in a million (Wilson and Hilferty's approximation)."""
-    spread = 2 / (9 * freedom)
-    return float(freedom * (1 - spread + 4.75 * spread**0.5) ** 3)
-
-
-@pytest.mark.parametrize(
-    ("params", "draft"),
-    [
-        *((params, (0,)) for params in SETTINGS),
-        (SETTINGS[2], "model"),
-        *((params, "drawn") for params in SETTINGS),
-        (SETTINGS[0], (2, 1)),
-    ],
-    ids=str,
-)
-def test_samples_have_the_target_distribution(params: SamplingParams, draft: tuple[int, ...] | str) -> None:
-    statistic, freedom = chi_square(pairs_drawn(params, draft), params)
-    assert statistic < limit(freedom)
-
-
-@pytest.mark.parametrize(("draft", "rejected"), [((3,), 0.97), ("drawn", 0.346)])
-def test_an_error_of_one_percent_would_be_seen(draft: tuple[int, ...] | str, rejected: float) -> None:
-    """The test above, tested: of all tokens, one in a hundred is a wrong guess that is taken for right."""
-    params = SETTINGS[0]
-    statistic, freedom = chi_square(pairs_drawn(params, draft, spoil=0.01 / rejected), params)
-    assert statistic > limit(freedom)
-
-
-def test_the_rejection_rule_accepts_what_both_distributions_share() -> None:
-    """No rule can accept more: the overlap of the two distributions. Common random numbers accept less."""
-    params, rates = SETTINGS[0], {}
-    for draft in ("model", "drawn"):
-        made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(BATCH)]
-        outcomes = verified(made, guessed(made, draft), position=1, proposals=draft == "drawn")
-        rates[draft] = sum(outcome.accepted > 0 for outcome in outcomes) / BATCH
-    overlap = float(torch.minimum(CHAIN[START].softmax(0), OTHER[START].softmax(0)).sum())
-    assert rates["drawn"] == pytest.approx(overlap, abs=0.01)
-    assert rates["model"] < 0.6 * overlap
 
 
 @pytest.mark.parametrize(
