@@ -134,7 +134,7 @@ class Runner:
         describe = _describer(launched.samples)
         found, row = [], 0
         for share in launched.sampling:
-            path = _accepted(share, tokens[row:], verified[row + 1 :], accepts)
+            path = _accepted(share, row, tokens, verified, accepts)
             rows = [row, *(row + 1 + node for node in path)]
             wanted = share.sequence.params.logprobs
             sampled = [Sampled(tokens[at], *describe(at, wanted)) for at in rows]
@@ -210,18 +210,24 @@ class Runner:
         return Launched(plan, sampling, Samples(*host), ids, prompts, done)  # type: ignore[arg-type]
 
 
-def _accepted(share: Share, tokens: list[int], guesses: list[int], accepts: Callable[[int, int], bool]) -> list[int]:
-    """The way through the guesses that the sampled tokens take: numbers of guesses."""
+def _accepted(
+    share: Share, row: int, tokens: list[int], verified: list[int], accepts: Callable[[int, int], bool]
+) -> list[int]:
+    """The way through the guesses that the sampled tokens take: numbers of guesses.
+
+    The share's last known token has this row, and each of its guesses one behind it.
+    """
     path: list[int] = []
     node = -1
     if not share.parents:
-        while node + 1 < len(share.draft) and accepts(tokens[node + 1], guesses[node + 1]):
+        while node + 1 < len(share.draft) and accepts(tokens[row + node + 1], verified[row + node + 2]):
             node += 1
             path.append(node)
         return path
     while True:
         children = (child for child, parent in enumerate(share.parents) if parent == node)
-        following = next((child for child in children if accepts(tokens[node + 1], guesses[child])), None)
+        token = tokens[row + node + 1]
+        following = next((child for child in children if accepts(token, verified[row + 1 + child])), None)
         if following is None:
             return path
         path.append(node := following)
