@@ -21,13 +21,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-KNOWN: list[list[str]] = []  # guided answers, which no option may change
-
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"overlap": False},
         {"overlap": True},
         {"overlap": True, "kv_tokens": 256},
         {"overlap": True, "speculative": "ngram,k=6,adaptive=off"},
@@ -35,7 +32,18 @@ KNOWN: list[list[str]] = []  # guided answers, which no option may change
     ],
     ids=str,
 )
-def test_answers_follow_their_guides_beside_others(options: dict[str, object]) -> None:
+def test_answers_follow_their_guides_beside_others(options: dict[str, object], known: list[str]) -> None:
+    assert _guided_answers(options) == known
+
+
+@pytest.fixture(scope="module")
+def known() -> list[str]:
+    """Guided answers of plain decoding, which no option may change."""
+    return _guided_answers({"overlap": False})
+
+
+def _guided_answers(options: dict[str, object]) -> list[str]:
+    """Checks them, and those beside them, on the way."""
     llm = LLM("demo", device="cpu", max_context=160, **options)
     engine = llm.engine
     compiler = GuideCompiler(engine.tokenizer, engine.config.vocab, engine.config.eos)
@@ -67,10 +75,9 @@ def test_answers_follow_their_guides_beside_others(options: dict[str, object]) -
         assert {ends[request.id, index] for request in guided} == {"stop"}
     if "draft" in str(options):
         assert sum(sequence.accepted for request in guided for sequence in request.sequences) > 5
-    KNOWN.append([texts[request.id, index] for request in guided for index in range(2)])
-    assert KNOWN[-1] == KNOWN[0]
     alone = LLM("demo", device="cpu", max_context=160).generate(["The function returns", "In the year"], free)
     assert [texts[request.id, 0] for request in plain] == [one.text for one in alone]
+    return [texts[request.id, index] for request in guided for index in range(2)]
 
 
 def test_a_broken_guide_ends_its_answer_alone() -> None:
