@@ -41,7 +41,7 @@ class EngineTimes:
     seconds: float
     first_token_ms: tuple[float, float]  # median and largest
     gap_ms: tuple[float, float, float]  # p50, p95, p99 of all gaps between tokens
-    step_ms: float  # median time of a step in which everybody answered
+    step_ms: float  # median time of a step in which everybody answered; 0 where there was none
     limit_ms: float | None  # what reading weights and cache once would take, at the measured bandwidth
     guesses: Guesses
 
@@ -51,7 +51,8 @@ class EngineTimes:
 
     @property
     def percent_of_limit(self) -> float | None:
-        return None if self.limit_ms is None else 100 * self.limit_ms / self.step_ms
+        """None too where the cache was too small for all to answer in one step."""
+        return None if self.limit_ms is None or not self.step_ms else 100 * self.limit_ms / self.step_ms
 
 
 @dataclass

@@ -43,7 +43,8 @@ def test_answers_are_those_of_plain_decoding(how: str, graphs: bool) -> None:
     found = answers(llm)
     alike = [same_beginning(one, other) for one, other in zip(plain, found, strict=True)]
     assert sum(alike) > 0.7 * 48 * len(PROMPTS)
-    assert llm.engine.speculation.accepted > 0.1 * llm.engine.speculation.guessed > 10
+    seen = llm.engine.speculation
+    assert seen.accepted > 0.1 * seen.steps > 5  # of a tree's guesses only one path can hold
 
 
 def sampled(seed: int | None) -> list[SamplingParams]:
