@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quantkit.errors import InputError, StorageError
-from quantkit.formats import Format, Parts, QuantizedWeight, Shape, TensorInfo, dialect_named
+from quantkit.formats import Format, Index, Parts, QuantizedWeight, Shape, TensorInfo, dialect_named
 from quantkit.formats.base import ANY_LENGTH
 
 INDEX = "model.safetensors.index.json"
@@ -102,6 +102,24 @@ class Checkpoint:
             self._check_sizes(module, parts)
             return self.formats[module].unpack(parts)
 
+    def quantized_part(
+        self, module: str, outputs: Index, inputs: Index, device: str | torch.device = "cpu"
+    ) -> QuantizedWeight:
+        """Some outputs and inputs of a quantized module's weight; of slices, little else is read from the files."""
+        with self.naming(module):
+            parts, fmt, shape = self.parts(module), self.formats[module], self.layer_shape(module)
+            self._check_sizes(module, parts)
+            around = fmt.narrow(parts, shape, _span(outputs, shape[0]), _span(inputs, shape[1]))
+            weight = fmt.unpack({name: part.to(device) for name, part in around.parts.items()})
+            return weight.cut(
+                _inside(outputs, around.outputs.start, device), _inside(inputs, around.inputs.start, device)
+            )
+
+    def scattered_groups(self, module: str) -> Tensor | None:
+        """The group of every input of a quantized module, where act-order scattered them."""
+        with self.naming(module):
+            return self.formats[module].scattered_groups(self.parts(module))
+
     def weight(self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tensor:
         """A quantized module's weight, decoded on a device."""
         with self.naming(module):
@@ -150,6 +168,18 @@ class Checkpoint:
         wanted = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
         more = ("generation_config.json", "chat_template*", "LICENSE*", "NOTICE*")
         return sorted({path for pattern in wanted + more for path in self.folder.glob(pattern) if path.is_file()})
+
+
+def _span(index: Index, size: int) -> slice:
+    """A list may have any order, so it spans everything."""
+    return index if isinstance(index, slice) else slice(0, size)
+
+
+def _inside(index: Index, start: int, device: str | torch.device) -> Index:
+    """An index as seen from the start of what was read."""
+    if isinstance(index, Tensor):
+        return index.to(device)
+    return slice(index.start - start, index.stop - start)
 
 
 def read_json(file: Path, need: str) -> dict[str, Any]:

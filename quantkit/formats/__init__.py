@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.errors import CannotHold, InputError, did_you_mean
 from quantkit.formats.awq import Awq, AwqDialect
-from quantkit.formats.base import Dialect, Format, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo
+from quantkit.formats.base import Dialect, Format, Index, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo
 from quantkit.formats.bitsandbytes import BitsAndBytesDialect
 from quantkit.formats.bnb_4bit import Fp4, Nf4
 from quantkit.formats.codebook import CodebookWeight
@@ -83,6 +83,7 @@ __all__ = [
     "Format",
     "Fp4",
     "Gptq",
+    "Index",
     "IntegerFormat",
     "IntegerWeight",
     "LlmInt8",

@@ -21,6 +21,7 @@ from quantkit.formats.base import (
     DTYPES,
     Dialect,
     Format,
+    Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
@@ -28,7 +29,9 @@ from quantkit.formats.base import (
     TensorInfo,
     check_divides,
     modules_with,
+    scaled,
     stored_dtype,
+    widen,
 )
 from quantkit.formats.bits import pack, unpack
 from quantkit.formats.integer import IntegerFormat, IntegerWeight
@@ -92,6 +95,16 @@ class Awq(IntegerFormat):
         codes = _unpack_columns(parts["qweight"]).mT.contiguous()
         zeros = _unpack_columns(parts["qzeros"]).mT.contiguous()
         return IntegerWeight(codes, parts["scales"].mT.contiguous(), zeros, 4, self.group_width(codes.shape[1]))
+
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        inputs, outputs = widen(inputs, self.input_unit(shape[1]), shape[1]), widen(outputs, 8, shape[0])
+        groups, words = scaled(inputs, 1, self.group_width(shape[1])), scaled(outputs, 1, 8)
+        narrowed = {
+            "qweight": parts["qweight"][inputs, words],
+            "qzeros": parts["qzeros"][groups, words],
+            "scales": parts["scales"][groups, outputs],
+        }
+        return Narrowed(narrowed, outputs, inputs)
 
 
 class AwqDialect(Dialect):

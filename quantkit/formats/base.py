@@ -22,6 +22,7 @@ from quantkit.errors import InputError
 
 Parts = dict[str, Tensor]
 Shape = tuple[int, int]  # (out_features, in_features)
+Index = slice | Tensor  # some outputs or inputs of a layer: a slice with start and stop, or int64 numbers in any order
 ANY_LENGTH = -1  # in a PartSpec: a one-dimensional part whose length is known only when it is written
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -38,6 +39,14 @@ class PartSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Narrowed(NamedTuple):
+    """Parts of a smaller layer, and where in the whole one it lies."""
+
+    parts: Parts
+    outputs: slice
+    inputs: slice
+
+
 class QuantizedWeight(ABC):
     """One linear layer's weight as codes and their meaning, free of any storage layout."""
 
@@ -49,6 +58,10 @@ class QuantizedWeight(ABC):
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] that the codes stand for, computed in float32, then cast."""
+
+    def cut(self, outputs: Index, inputs: Index) -> QuantizedWeight:
+        """Some outputs and inputs; decodes to exactly that part of what the whole decodes to."""
+        raise InputError(f"a {type(self).__name__} cannot be cut")
 
 
 class Format(ABC):
@@ -108,6 +121,31 @@ class Format(ABC):
         """
         return inputs
 
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        """Views of the parts that hold at least these outputs and inputs of a layer, as parts of a smaller layer.
+
+        Parts may be mapped files: what lies outside the views is not read. Codes that share a word or a scale stay
+        together, so the views may hold more; `QuantizedWeight.cut` takes off the rest.
+        """
+        return Narrowed(dict(parts), slice(0, shape[0]), slice(0, shape[1]))
+
+    def input_unit(self, inputs: int) -> int:
+        """How many neighbouring inputs of a layer share a scale: where its inputs can be cut at no cost."""
+        return 1
+
+    @property
+    def output_unit(self) -> int:
+        """How many neighbouring outputs share a scale that no part of them can have alone; 1: any can be taken."""
+        return 1
+
+    def needs_all_inputs(self, share: int) -> bool:
+        """Whether a layer with this share of the inputs cannot round them as the whole layer would."""
+        return False
+
+    def scattered_groups(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """The group of every input [in], where act-order scattered them."""
+        return None
+
     @property
     def needs_input_scale(self) -> bool:
         """Whether a weight must carry a calibrated scale of its inputs before `pack` takes it."""
@@ -155,6 +193,16 @@ class Dialect(ABC):
 def quotient(values: Tensor, divisor: float) -> Tensor:
     """values / divisor, the same on every device: CUDA would multiply by the reciprocal of a plain number."""
     return values / torch.full_like(values, divisor)
+
+
+def widen(part: slice, unit: int, size: int) -> slice:
+    """The smallest slice of whole units around another one; the last unit may be short."""
+    return slice(part.start // unit * unit, min(-(-part.stop // unit) * unit, size))
+
+
+def scaled(part: slice, numerator: int, denominator: int) -> slice:
+    """Where the words or groups of a slice lie, `numerator` of which belong to `denominator` inputs or outputs."""
+    return slice(part.start * numerator // denominator, -(-part.stop * numerator // denominator))
 
 
 def check_choice(what: str, value: object, allowed: tuple[Any, ...]) -> None:

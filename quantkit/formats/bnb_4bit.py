@@ -18,11 +18,24 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, StorageError
-from quantkit.formats.base import ANY_LENGTH, DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice
+from quantkit.formats.base import (
+    ANY_LENGTH,
+    DTYPES,
+    Format,
+    Narrowed,
+    Parts,
+    PartSpec,
+    QuantizedWeight,
+    Shape,
+    check_choice,
+    scaled,
+    widen,
+)
 from quantkit.formats.codebook import (
     NESTED_BLOCK,
     CodebookWeight,
     NestedScales,
+    cut_scales,
     nearest,
     quantize_codebook,
     table_of,
@@ -99,7 +112,7 @@ class Bnb4Bit(Format):
             state |= {"nested_blocksize": nested.block, "nested_dtype": "float32", "nested_offset": nested.offset}
         else:
             parts["weight.absmax"] = weight.absmax
-        parts[STATE + self.kind] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        parts[STATE + self.kind] = _state_part(state)
         return parts
 
     def _require_codebook(self, quantized: QuantizedWeight) -> CodebookWeight:
@@ -117,18 +130,52 @@ class Bnb4Bit(Format):
     def unpack(self, parts: Mapping[str, Tensor]) -> CodebookWeight:
         state = read_state(parts[STATE + self.kind])
         out, inputs = state["shape"]
-        packed = parts["weight"].contiguous().view(torch.uint8).flatten()  # other storage dtypes hold the same bytes
+        packed = _bytes(parts["weight"])
         codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: out * inputs]
-        absmax: Tensor | NestedScales = parts["weight.absmax"]
-        if "weight.nested_absmax" in parts:
-            absmax = NestedScales(
-                parts["weight.absmax"],
-                parts["weight.nested_absmax"].float(),
-                state["nested_offset"],
-                parts["weight.nested_quant_map"].float(),
-                state["nested_blocksize"],
-            )
-        return CodebookWeight(self.kind, codes, absmax, state["blocksize"], (out, inputs))
+        return CodebookWeight(self.kind, codes, _block_scales(parts, state), state["blocksize"], (out, inputs))
+
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        state = read_state(parts[STATE + self.kind])
+        block = state["blocksize"]
+        if shape[1] % block:  # blocks go across the ends of rows
+            return super().narrow(parts, shape, outputs, inputs)
+        inputs = widen(inputs, block, shape[1])
+        rows = _bytes(parts["weight"]).view(shape[0], shape[1] // 2)
+        scales = cut_scales(
+            _block_scales(parts, state), (shape[0], shape[1] // block), outputs, scaled(inputs, 1, block)
+        )
+        state["shape"] = [outputs.stop - outputs.start, inputs.stop - inputs.start]
+        narrowed = dict(parts) | {"weight": rows[outputs, scaled(inputs, 1, 2)].reshape(-1, 1)}
+        if isinstance(scales, NestedScales):
+            state["nested_blocksize"] = scales.block
+            narrowed |= {"weight.absmax": scales.codes, "weight.nested_absmax": scales.scales}
+        else:
+            narrowed["weight.absmax"] = scales
+        return Narrowed(narrowed | {STATE + self.kind: _state_part(state)}, outputs, inputs)
+
+    def input_unit(self, inputs: int) -> int:
+        return self.block
+
+
+def _bytes(weight: Tensor) -> Tensor:
+    """Other storage dtypes hold the same bytes."""
+    return weight.contiguous().view(torch.uint8).flatten()
+
+
+def _block_scales(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor | NestedScales:
+    if "weight.nested_absmax" not in parts:
+        return parts["weight.absmax"]
+    return NestedScales(
+        parts["weight.absmax"],
+        parts["weight.nested_absmax"].float(),
+        state["nested_offset"],
+        parts["weight.nested_quant_map"].float(),
+        state["nested_blocksize"],
+    )
+
+
+def _state_part(state: Mapping[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def read_state(text: Tensor) -> dict[str, Any]:

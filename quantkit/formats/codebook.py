@@ -7,13 +7,14 @@ block in 8 bits as well, against a second table.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from quantkit.formats.base import QuantizedWeight, Shape
+from quantkit.formats.base import Index, QuantizedWeight, Shape
 
 NESTED_BLOCK = 256  # absmax values per block of the second quantization
 
@@ -85,6 +86,35 @@ class NestedScales:
         return unscale_blocks(self.table.to(self.codes.device)[self.codes.int()], self.scales, self.block) + offset
 
 
+def cut_scales(absmax: Tensor | NestedScales, shape: Shape, outputs: Index, inputs: slice) -> Tensor | NestedScales:
+    """Scales [out * in] of a part of [out, in] blocks. Nested ones stay nested."""
+    if isinstance(absmax, Tensor):
+        return absmax.view(shape)[outputs][:, inputs].flatten()
+    places, every = _regroup(shape, outputs, inputs, absmax.block)
+    codes = absmax.codes.view(shape)[outputs][:, inputs].flatten()
+    return NestedScales(codes, absmax.scales[places.to(codes.device)], absmax.offset, absmax.table, every)
+
+
+def _regroup(shape: Shape, outputs: Index, inputs: Index, block: int) -> tuple[Tensor, int]:
+    """Blocks run over a flattened [out, in]; a part of it has blocks of its own, none of which cross an old one.
+
+    Returns the old block of every new one, and the size of the new ones.
+    """
+    row = _numbers(outputs) * shape[1]
+    column = _numbers(inputs)
+    if isinstance(inputs, Tensor):
+        size = 1
+    elif isinstance(outputs, slice) and len(column) == shape[1]:
+        size = math.gcd(block, outputs.start * shape[1])
+    else:
+        size = math.gcd(block, shape[1], inputs.start, len(column))
+    return (row[:, None] + column.to(row.device)).flatten()[::size] // block, size
+
+
+def _numbers(index: Index) -> Tensor:
+    return index if isinstance(index, Tensor) else torch.arange(index.start, index.stop)
+
+
 def nest_scales(absmax: Tensor) -> NestedScales:
     """The second quantization, of block scales float32 [blocks]."""
     offset = absmax.mean()
@@ -113,6 +143,19 @@ class CodebookWeight(QuantizedWeight):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         values = table_of(self.kind).to(self.codes.device)[self.codes.int()]
         return unscale_blocks(values, self.block_scales, self.block).view(self.full_shape).to(dtype)
+
+    def cut(self, outputs: Index, inputs: Index) -> CodebookWeight:
+        """Where blocks would be cut apart, smaller ones take their place, with decoded scales."""
+        (out, size), block = self.full_shape, self.block
+        codes = self.codes.view(self.full_shape)[outputs][:, inputs]
+        whole = isinstance(inputs, slice) and not (size % block or inputs.start % block or inputs.stop % block)
+        if whole and isinstance(inputs, slice):
+            blocks = slice(inputs.start // block, inputs.stop // block)
+            absmax = cut_scales(self.absmax, (out, size // block), outputs, blocks)
+        else:
+            places, block = _regroup(self.full_shape, outputs, inputs, block)
+            absmax = self.block_scales[places.to(codes.device)]
+        return CodebookWeight(self.kind, codes.flatten(), absmax, block, (codes.shape[0], codes.shape[1]))
 
 
 def quantize_codebook(weight: Tensor, kind: str, block: int, nested: bool) -> CodebookWeight:

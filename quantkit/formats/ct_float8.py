@@ -18,7 +18,20 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice, quotient
+from quantkit.formats.base import (
+    DTYPES,
+    Format,
+    Index,
+    Narrowed,
+    Parts,
+    PartSpec,
+    QuantizedWeight,
+    Shape,
+    check_choice,
+    quotient,
+    scaled,
+    widen,
+)
 from quantkit.formats.integer import round_scales
 
 LARGEST = 448.0  # of float8 e4m3
@@ -39,6 +52,22 @@ class Float8Weight(QuantizedWeight):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return (self.values.float() * spread(self.scales.float(), self.shape)).to(dtype)
+
+    def cut(self, outputs: Index, inputs: Index) -> Float8Weight:
+        """Blocks are counted from the first output and input, so a part must begin with one, or lie inside one."""
+        scales = self.scales
+        if scales.shape == (self.shape[0], 1):
+            scales = scales[outputs]
+        elif scales.numel() > 1:
+            scales = scales[_blocks(outputs), _blocks(inputs)].contiguous()
+        values = self.values.view(torch.uint8)[outputs][:, inputs].contiguous()
+        return replace(self, values=values.view(self.values.dtype), scales=scales)
+
+
+def _blocks(part: Index) -> slice:
+    if isinstance(part, Tensor) or (part.start % BLOCK and part.start // BLOCK != (part.stop - 1) // BLOCK):
+        raise InputError(f"ct-float8: a part of a weight with {BLOCK} x {BLOCK} blocks must begin where a block begins")
+    return scaled(part, 1, BLOCK)
 
 
 def spread(scales: Tensor, shape: Shape) -> Tensor:
@@ -176,3 +205,21 @@ class CtFloat8(Format):
         scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
         input_scale = parts["input_scale"].reshape(1) if self.needs_input_scale else None
         return Float8Weight(parts["weight"], scales, input_scale)
+
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        scales = parts["weight_scale"]
+        if self.strategy == "block":
+            outputs, inputs = widen(outputs, BLOCK, shape[0]), widen(inputs, BLOCK, shape[1])
+            scales = scales[scaled(outputs, 1, BLOCK), scaled(inputs, 1, BLOCK)]
+        elif scales.numel() > 1:
+            scales = scales[outputs]
+        narrowed = {"weight": parts["weight"][outputs, inputs], "weight_scale": scales}
+        return Narrowed(dict(parts) | narrowed, outputs, inputs)
+
+    @property
+    def output_unit(self) -> int:
+        return BLOCK if self.strategy == "block" else 1
+
+    def needs_all_inputs(self, share: int) -> bool:
+        """Blocks are rounded one by one; elsewhere a token's scale covers all its inputs, unless it was calibrated."""
+        return bool(share % BLOCK) if self.strategy == "block" else self.activations == "dynamic"

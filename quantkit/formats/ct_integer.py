@@ -11,6 +11,7 @@ Codes are signed in the specification and stored with 2**(bits-1) added: the uns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Parts, PartSpec, QuantizedWeight, Shape, quotient
-from quantkit.formats.bits import pack, packed_width, unpack
+from quantkit.formats.base import DTYPES, Narrowed, Parts, PartSpec, QuantizedWeight, Shape, quotient, scaled, widen
+from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
 from quantkit.formats.integer import IntegerFormat, IntegerWeight, middle_code
 
 
@@ -75,6 +76,32 @@ class CtPacked(IntegerFormat):
         else:
             zeros = torch.full_like(scales, middle_code(self.bits), dtype=torch.uint8)
         return IntegerWeight(codes, scales, zeros, self.bits, self.group_width(inputs), parts.get("weight_g_idx"))
+
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        """Words that are not dense, and groups that are scattered, are taken as a whole."""
+        packed, zeros = parts["weight_packed"], parts.get("weight_zero_point")
+        narrowed, words = dict(parts), slice(None)
+        if "weight_g_idx" in parts or packed.shape[1] != packed_width(shape[1], self.bits):
+            inputs = slice(0, shape[1])
+        else:
+            inputs = widen(inputs, math.lcm(BLOCK, self.input_unit(shape[1])), shape[1])
+            words = scaled(inputs, self.bits, 32)
+        groups = scaled(inputs, 1, self.group_width(shape[1]))
+        if zeros is not None and zeros.shape[0] == packed_width(shape[0], self.bits):
+            outputs = widen(outputs, BLOCK, shape[0])
+            narrowed["weight_zero_point"] = zeros[scaled(outputs, self.bits, 32), groups]
+        elif zeros is not None:
+            outputs = slice(0, shape[0])
+            narrowed["weight_zero_point"] = zeros[:, groups]
+        narrowed |= {
+            "weight_packed": packed[outputs, words],
+            "weight_scale": parts["weight_scale"][outputs, groups],
+            "weight_shape": torch.tensor([outputs.stop - outputs.start, inputs.stop - inputs.start]),
+        }
+        return Narrowed(narrowed, outputs, inputs)
+
+    def scattered_groups(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        return parts.get("weight_g_idx")
 
     def _unpack_words(self, words: Tensor, count: int) -> Tensor:
         """Versions up to 0.16 left the top bits of each word unused at widths that do not divide 32."""
@@ -134,3 +161,14 @@ class CtInt8(IntegerFormat):
         scales = parts["weight_scale"].reshape(-1, 1).expand(codes.shape[0], 1).contiguous()
         zeros = torch.full_like(scales, 128, dtype=torch.uint8)
         return IntegerWeight(codes, scales, zeros, 8, codes.shape[1])
+
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        scales = parts["weight_scale"]
+        narrowed = {
+            "weight": parts["weight"][outputs, inputs],
+            "weight_scale": scales if scales.numel() == 1 else scales[outputs],
+        }
+        return Narrowed(dict(parts) | narrowed, outputs, inputs)
+
+    def needs_all_inputs(self, share: int) -> bool:
+        return True

@@ -8,6 +8,7 @@ g_idx   int32 [in]                        the group of every input, in original 
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -23,6 +24,7 @@ from quantkit.formats.base import (
     DTYPES,
     Dialect,
     Format,
+    Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
@@ -32,9 +34,11 @@ from quantkit.formats.base import (
     check_divides,
     modules_with,
     name_in_block,
+    scaled,
     stored_dtype,
+    widen,
 )
-from quantkit.formats.bits import pack, packed_width, unpack
+from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
 from quantkit.formats.integer import IntegerFormat, IntegerWeight, contiguous_groups
 
 
@@ -100,10 +104,31 @@ class Gptq(IntegerFormat):
         codes = unpack(parts["qweight"].mT, self.bits, inputs)
         zeros = self._unpack_zeros(parts["qzeros"], out).mT.contiguous()
         width = self.group_width(inputs)
-        scattered = parts.get("g_idx")
-        if scattered is not None and torch.equal(scattered, contiguous_groups(inputs, width, scattered.device)):
-            scattered = None
-        return IntegerWeight(codes, parts["scales"].mT.contiguous(), zeros, self.bits, width, scattered)
+        scales = parts["scales"].mT.contiguous()
+        return IntegerWeight(codes, scales, zeros, self.bits, width, self.scattered_groups(parts))
+
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        width = self.group_width(shape[1])
+        if self.scattered_groups(parts) is not None:
+            inputs = slice(0, shape[1])
+        inputs = widen(inputs, math.lcm(BLOCK, self.input_unit(shape[1])), shape[1])
+        outputs = widen(outputs, BLOCK, shape[0])
+        groups = scaled(inputs, 1, width)
+        narrowed = {
+            "qweight": parts["qweight"][scaled(inputs, self.bits, 32), outputs],
+            "qzeros": parts["qzeros"][groups, scaled(outputs, self.bits, 32)],
+            "scales": parts["scales"][groups, outputs],
+        }
+        if "g_idx" in parts:
+            narrowed["g_idx"] = parts["g_idx"][inputs] - groups.start
+        return Narrowed(narrowed, outputs, inputs)
+
+    def scattered_groups(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        groups = parts.get("g_idx")
+        if groups is None:
+            return None
+        in_order = contiguous_groups(len(groups), self.group_width(len(groups)), groups.device)
+        return None if torch.equal(groups, in_order) else groups
 
     def _unpack_zeros(self, words: Tensor, out: int) -> Tensor:
         """Zero points [groups, out]. GPTQModel subtracts 1 from whole words, so borrows are undone on whole words."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, QuantizedWeight, Shape, check_choice, check_divides
+from quantkit.formats.base import DTYPES, Format, Index, QuantizedWeight, Shape, check_choice, check_divides
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class IntegerWeight(QuantizedWeight):
             return weight.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).flatten(1).to(dtype)
         group = self.input_groups()
         return self.codes.float().sub_(zeros[:, group]).mul_(scales[:, group]).to(dtype)
+
+    def cut(self, outputs: Index, inputs: Index) -> IntegerWeight:
+        """Keeps the grids of groups that are left. Inputs that come group by group need no act-order any more."""
+        codes = self.codes[outputs][:, inputs].contiguous()
+        used, group = self.input_groups()[inputs].unique(return_inverse=True)
+        size = codes.shape[1] if len(used) == 1 else self.group_size
+        group = group.to(torch.int32)
+        in_order = torch.equal(group, contiguous_groups(codes.shape[1], size, group.device))
+        scales, zeros = (grid[outputs][:, used].contiguous() for grid in (self.scales, self.zeros))
+        return IntegerWeight(codes, scales, zeros, self.bits, size, None if in_order else group)
 
     def split_rows(self, sizes: list[int]) -> list[IntegerWeight]:
         """The layers that were stacked along their outputs, apart again."""
@@ -143,6 +153,11 @@ class IntegerFormat(Format):
 
     def group_count(self, inputs: int) -> int:
         return -(-inputs // self.group_width(inputs))
+
+    def input_unit(self, inputs: int) -> int:
+        """Where a row is one group, every cut leaves it one."""
+        width = self.group_width(inputs)
+        return 1 if width >= inputs else width
 
     def check(self, shape: Shape) -> None:
         check_divides("the layer's input size", shape[1], self.group_width(shape[1]), "choose a group size that does")

@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, Parts, PartSpec, QuantizedWeight, Shape, check_choice, quotient
+from quantkit.formats.base import (
+    DTYPES,
+    Format,
+    Index,
+    Narrowed,
+    Parts,
+    PartSpec,
+    QuantizedWeight,
+    Shape,
+    check_choice,
+    quotient,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,9 @@ class AbsmaxInt8Weight(QuantizedWeight):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return (self.codes.float() * quotient(self.row_absmax, 127).unsqueeze(-1)).to(dtype)
+
+    def cut(self, outputs: Index, inputs: Index) -> AbsmaxInt8Weight:
+        return AbsmaxInt8Weight(self.codes[outputs][:, inputs].contiguous(), self.row_absmax[outputs])
 
 
 @dataclass(frozen=True)
@@ -105,3 +119,11 @@ class LlmInt8(Format):
 
     def unpack(self, parts: Mapping[str, Tensor]) -> AbsmaxInt8Weight:
         return AbsmaxInt8Weight(parts["weight"], parts["SCB"].float())
+
+    def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
+        narrowed = {"weight": parts["weight"][outputs, inputs], "SCB": parts["SCB"][outputs]}
+        return Narrowed(dict(parts) | narrowed, outputs, inputs)
+
+    def needs_all_inputs(self, share: int) -> bool:
+        """A token's scale covers all its inputs."""
+        return True
