@@ -4,25 +4,31 @@
 
 With overlap, a step is launched before the results of the one before are looked at: the host works while the device
 computes. A sequence that turns out to have ended was then computed for one token too many, which is thrown away.
+Where the model has several stages, as many steps are on their way as keep all stages at work.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
 
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import InputError
+from quantkit.runtime.endings import text_stream, why_ends
 from quantkit.runtime.memory import MemoryPlan
 from quantkit.runtime.model_config import ModelConfig
 from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.parallel.start import Crew
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.pool import PagePool
 from quantkit.runtime.prompt_logprobs import PromptLogprobs
-from quantkit.runtime.runner import Launched, Runner, Sampled
+from quantkit.runtime.runner import Launched, Runner, Sampled, Travelling
 from quantkit.runtime.scheduler import Limits, Scheduler
 from quantkit.runtime.sequence import FinishReason, Guide, Sequence
 from quantkit.runtime.speculation.speculation import Speculation
@@ -32,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PRIORITY_SECONDS = 10.0  # how much later a request counts as arrived for each level of lower priority
-_CONTEXT_TOKENS = 8  # of the prompt, that a text stream needs to place the first space
 
 
 @dataclass(frozen=True)
@@ -81,21 +86,30 @@ class Engine:
         options: EngineOptions,
         tokenizer: PreTrainedTokenizerBase | None = None,
         speculation: Speculation | None = None,
+        crew: Crew | None = None,
     ) -> None:
+        """`crew` are the other ranks, where there are any; they end with the engine."""
         self.config = config
         self.options = options
         self.memory = plan
         self.tokenizer = tokenizer
         pool = PagePool(plan.pages, plan.page_size, options.share_prefixes)
-        swap_pages = int(options.swap_gib * 2**30) // plan.page_bytes
-        self.scheduler = Scheduler(pool, Limits(options.budget, options.sequences, swap_pages=swap_pages))
+        ranks = options.tensor_parallel * options.pipeline_parallel
+        swap_pages = int(options.swap_gib * 2**30) // (plan.page_bytes * ranks)
+        limits = Limits(options.budget, options.sequences, swap_pages=swap_pages, micro_batches=options.in_stages)
+        self.scheduler = Scheduler(pool, limits)
         self.runner = runner
+        self.crew = crew
+        if crew is not None:
+            weakref.finalize(self, crew.stop)
         self.requests: dict[int, Request] = {}
         self._owners: dict[int, tuple[Request, int]] = {}  # sequence id -> request, index
         self._ids = count()
         self._sequence_ids = count()
         self._random = Random(options.seed)
-        self._in_flight: Launched | None = None
+        self._staged = options.pipeline_parallel > 1
+        self._ahead = options.in_stages - 1 if self._staged else int(options.overlaps)  # steps that need not be back
+        self._in_flight: deque[Launched | Travelling] = deque()
         self.speculation = speculation or Speculation()
         self.steps = 0
         self.generated = 0  # tokens
@@ -108,7 +122,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return bool(self.requests) or self._in_flight is not None
+        return bool(self.requests) or bool(self._in_flight)
 
     def add(
         self,
@@ -146,8 +160,9 @@ class Engine:
                 guide=guides[index] if guides else None,
             )
             sequence.speculates = self.speculation.on
+            sequence.waits = self._staged
             request.sequences.append(sequence)
-            request.streams.append(self._stream(prompt, params))
+            request.streams.append(text_stream(self.tokenizer, prompt, params))
             self._owners[sequence.id] = (request, index)
             self.scheduler.add(sequence)
         self.requests[request.id] = request
@@ -166,16 +181,22 @@ class Engine:
         Where nobody can go on without these tokens, as in speculation, they are looked at first.
         """
         deltas: list[Delta] = []
-        if self._in_flight is not None and all(sequence.must_wait for sequence in self.scheduler.running):
-            ready, self._in_flight = self._in_flight, None
-            deltas = self._take(ready)
+        if self._in_flight and self._nobody_can_go_on():
+            deltas = self._take(self._in_flight.popleft())
         launched = self._launch()
-        if not self.options.overlaps:
-            return deltas if launched is None else deltas + self._take(launched)
-        ready_now, self._in_flight = self._in_flight, launched
-        return deltas if ready_now is None else deltas + self._take(ready_now)
+        if launched is not None:
+            self._in_flight.append(launched)
+        if len(self._in_flight) > (self._ahead if launched is not None else 0):
+            deltas += self._take(self._in_flight.popleft())
+        return deltas
 
-    def _launch(self) -> Launched | None:
+    def _nobody_can_go_on(self) -> bool:
+        """Without the results of the oldest step. Through stages, others may start meanwhile."""
+        if self._staged and self.scheduler.waiting:
+            return False
+        return all(sequence.must_wait for sequence in self.scheduler.running)
+
+    def _launch(self) -> Launched | Travelling | None:
         self.speculation.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
         self.runner.prepare(plan)
@@ -186,12 +207,30 @@ class Engine:
             share.sequence.started = share.sequence.started or now
         self.speculation.begin(plan)
         self.steps += 1
-        return self.runner.launch(plan)
+        launched = self.runner.launch(plan)
+        if isinstance(launched, Launched):
+            self.speculation.follow(launched)
+        return launched
 
     def drain(self) -> None:
         """Waits for what is still on its way when all requests have finished: steps that were one too many."""
-        while self._in_flight is not None:
+        while self._in_flight:
             self.step()
+
+    def check(self) -> None:
+        """Raises the reason where another rank has died."""
+        if self.crew is not None:
+            self.crew.lead.check()
+
+    def when_broken(self, call: Callable[[], None]) -> None:
+        """`call` is called, from another thread, when another rank has died."""
+        if self.crew is not None:
+            self.crew.lead.when_broken(call)
+
+    def close(self) -> None:
+        """Ends the other ranks, where there are any; the engine answers no more then."""
+        if self.crew is not None:
+            self.crew.stop()
 
     def forget(self) -> None:
         """Empties the prefix cache and sets the counters back, as if nothing had run."""
@@ -205,23 +244,14 @@ class Engine:
         self.scheduler.check_integrity()
         assert self.scheduler.unfinished == len(self._owners)
 
-    def _stream(self, prompt: list[int], params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
-            return None
-        return TextStream(
-            self.tokenizer,
-            prompt_ids=prompt[-_CONTEXT_TOKENS:],
-            stop=tuple(params.stop),
-            include_stop=params.include_stop,
-            skip_special_tokens=params.skip_special_tokens,
-        )
-
-    def _take(self, ready: Launched) -> list[Delta]:
+    def _take(self, ready: Launched | Travelling) -> list[Delta]:
+        if isinstance(ready, Travelling):
+            ready = self.runner.arrived(ready)
         for sequence_id, found in ready.prompts.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id][0].add_prompt_logprobs(found)
         deltas = []
-        outcomes = self.runner.collect(ready, self.speculation.accepts)
+        outcomes = self.runner.collect(ready)
         if ready.plan.has_trees:
             self.runner.keep_paths(outcomes)
         self.speculation.end(ready, outcomes)
@@ -243,33 +273,12 @@ class Engine:
         sequence.tokens.append(sampled.token)
         self.generated += 1
         self.scheduler.publish(sequence)
-        reason, cause, text = self._judge(sequence, sampled.token, request.streams[index])
+        reason, cause, text = why_ends(sequence, sampled.token, request.streams[index], self.config.eos)
         if reason is not None:
             self._end(sequence, reason)
             if request.finished:
                 del self.requests[request.id]
         return Delta(request.id, index, sampled.token, text, sampled.logprob, sampled.top, reason, cause)
-
-    def _judge(
-        self, sequence: Sequence, token: int, stream: TextStream | None
-    ) -> tuple[FinishReason | None, int | str | None, str]:
-        """Why a sequence ends with this token, what caused it, and the text that can be shown."""
-        if token in sequence.end_tokens:
-            own = token in self.config.eos
-            return "stop", None if own else token, stream.finish() if stream else ""
-        if sequence.guide is not None:
-            try:
-                sequence.guide.advance(token)
-            except QuantkitError:  # the grammar became too complex: the answer cannot be trusted
-                return "error", None, stream.finish() if stream else ""
-            if sequence.guide.finished:
-                return "stop", None, (stream.push(token) + stream.finish()) if stream else ""
-        text = stream.push(token) if stream else ""
-        if stream is not None and stream.stopped:
-            return "stop", stream.stop_reason, text
-        if len(sequence.answer) >= sequence.max_new:
-            return "length", None, text + (stream.finish() if stream else "")
-        return None, None, text
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence, reason)

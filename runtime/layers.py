@@ -20,6 +20,7 @@ class Linear:
 
     weights: tuple[Tensor | LinearWeight, ...]
     bias: Tensor | None = None
+    gathered: bool = False  # reads all inputs and gives some outputs, where others of its kind add: `parallel/cut.py`
 
     @property
     def outputs(self) -> int:
@@ -61,9 +62,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model."""
+    """All weights of a model, or those of one rank (`parallel/ranks.py`)."""
 
-    embedding: Tensor
+    embedding: Tensor  # [vocab, hidden]; without rows on later stages
     blocks: tuple[Block, ...]
-    norm: Tensor
-    head: Linear
+    norm: Tensor | None  # on the last stage only
+    head: Linear  # this rank's part of the vocabulary; without weights on later stages

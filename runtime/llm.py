@@ -134,6 +134,10 @@ class LLM:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def close(self) -> None:
+        """Ends the other processes of an LLM with tensor_parallel or pipeline_parallel; it also ends with this one."""
+        self.engine.close()
+
     def _run(self, requests: list[Request], advance: Advance) -> dict[int, list[Answer]]:
         answers = {request.id: [Answer(index) for index in range(request.params.n)] for request in requests}
         while any(not request.finished for request in requests):

@@ -7,7 +7,7 @@ that would serve garbage is refused by the layer's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,15 @@ from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import QuantkitError, StorageError
-from quantkit.formats import Format, QuantizedWeight
+from quantkit.formats import Format, Index, QuantizedWeight, Shape
 from quantkit.kernels.linear.joining import join
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare
 from quantkit.kernels.reference import linear as reference
 from quantkit.progress import Progress, silent
 from quantkit.runtime.layers import Block, Linear, Weights
 from quantkit.runtime.model_config import ModelConfig
+from quantkit.runtime.parallel.cut import GroupShare, Share, length, pieces, share_of_block
+from quantkit.runtime.parallel.ranks import Ranks
 
 # Largest relative difference between kernel and reference. Both round in the dtype of the activations.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -38,62 +40,100 @@ class _Reader:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         place = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.fill(place, name)
+        self.fill(place, name, shape)
         return place
 
-    def fill(self, place: Tensor, name: str) -> None:
-        """Reads a tensor straight into its place."""
+    def fill(
+        self,
+        place: Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        outputs: Index | None = None,
+        inputs: Index | None = None,
+    ) -> None:
+        """Reads a tensor of this shape, or a part of it, straight into its place. Files are mapped: parts are all that
+        is read."""
         stored = self.checkpoint.tensor(name)
-        if stored.shape != place.shape:
+        if stored.shape != shape:
             raise StorageError(
                 f"tensor {name} in {self.checkpoint.folder} has shape {list(stored.shape)}, "
-                f"but config.json asks for {list(place.shape)}"
+                f"but config.json asks for {list(shape)}"
             )
         if stored.dtype not in _TOLERANCE:
             raise StorageError(
                 f"tensor {name} in {self.checkpoint.folder} holds {str(stored.dtype)[6:]} codes without their scales; "
                 "the checkpoint is incomplete, quantize or download it again"
             )
-        place.copy_(stored)
+        part = stored if outputs is None else stored[outputs]
+        place.copy_(part if inputs is None else part[:, inputs])
         require_finite(name, place)
 
-    def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Linear:
-        """Layers that read one input, by full module names."""
-        quantized = [name in self.checkpoint.formats for name in names]
-        if not any(quantized):
-            weights: tuple[Tensor | LinearWeight, ...] = (self._plain(names, outputs, inputs),)
+    def linear(
+        self, names: Sequence[str], outputs: Sequence[int], inputs: int, share: GroupShare | None = None
+    ) -> Linear:
+        """Layers that read one input, by full module names and whole sizes; a share of them where one is given."""
+        if share is None:
+            shares = [Share((slice(0, size),), slice(0, inputs)) for size in outputs]
         else:
-            loaded = [self._weight(name, size, inputs) for name, size in zip(names, outputs, strict=True)]
+            shares = list(share.modules)
+        modules = list(zip(names, outputs, shares, strict=True))
+        if not any(name in self.checkpoint.formats for name in names):
+            weights: tuple[Tensor | LinearWeight, ...] = (self._plain(modules, inputs),)
+        else:
+            loaded = [weight for module in modules for weight in self._weights(*module, inputs, whole=share is None)]
             joined = None if any(isinstance(weight, Tensor) for weight in loaded) else join(loaded)  # type: ignore[arg-type]
             weights = tuple(loaded) if joined is None else (joined,)
-        return Linear(weights, self._bias(names, outputs))
+        bias = self._bias(modules) if share is None or share.adds_bias else None
+        return Linear(weights, bias, gathered=share is not None and share.gathered)
 
-    def _plain(self, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Tensor:
-        whole = torch.empty(sum(outputs), inputs, dtype=self.dtype, device=self.device)
-        for name, part in zip(names, whole.split(list(outputs)), strict=True):
-            self.fill(part, f"{name}.weight")
+    def _plain(self, modules: Sequence[tuple[str, int, Share]], inputs: int) -> Tensor:
+        sections = [
+            (name, outputs, section, share.inputs) for name, outputs, share in modules for section in share.outputs
+        ]
+        sizes = [length(section) for _, _, section, _ in sections]
+        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=self.dtype, device=self.device)
+        for (name, outputs, section, columns), part in zip(sections, whole.split(sizes), strict=True):
+            self.fill(part, f"{name}.weight", (outputs, inputs), section, columns)
         return whole
 
-    def _weight(self, name: str, outputs: int, inputs: int) -> Tensor | LinearWeight:
+    def _weights(
+        self, name: str, outputs: int, share: Share, inputs: int, *, whole: bool
+    ) -> Iterator[Tensor | LinearWeight]:
+        """A module's weight, or the pieces of a rank's share of it."""
         if name not in self.checkpoint.formats:
-            return self.tensor(f"{name}.weight", (outputs, inputs))
-        quantized = self.checkpoint.quantized(name, self.device)
-        if quantized.shape != (outputs, inputs):
-            raise StorageError(
-                f"{name} in {self.checkpoint.folder} is a layer of {list(quantized.shape)}, "
-                f"but config.json asks for {[outputs, inputs]}"
-            )
+            yield self._plain([(name, outputs, share)], inputs)
+            return
         fmt = self.checkpoint.formats[name]
+        if whole:
+            quantized = self.checkpoint.quantized(name, self.device)
+            self._check_shape(name, quantized.shape, (outputs, inputs))
+            yield self._prepared(name, fmt, quantized)
+            return
+        self._check_shape(name, self.checkpoint.layer_shape(name), (outputs, inputs))
+        for section in share.outputs:
+            for piece in pieces(section, fmt.output_unit):
+                part = self.checkpoint.quantized_part(name, piece, share.inputs, self.device)
+                yield self._prepared(name, fmt, part)
+
+    def _check_shape(self, name: str, found: Shape, wanted: Shape) -> None:
+        if found != wanted:
+            raise StorageError(
+                f"{name} in {self.checkpoint.folder} is a layer of {list(found)}, "
+                f"but config.json asks for {list(wanted)}"
+            )
+
+    def _prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
         with self.checkpoint.naming(name):
             weight = prepare(fmt, quantized, self.dtype)
             try_layer(name, fmt, quantized, weight, self.dtype, self.device)
         return weight
 
-    def _bias(self, names: Sequence[str], outputs: Sequence[int]) -> Tensor | None:
+    def _bias(self, modules: Sequence[tuple[str, int, Share]]) -> Tensor | None:
         biased = set(self.config.family.biased(self.checkpoint.config))
-        if not any(_inside(name) in biased for name in names):
+        if not any(_inside(name) in biased for name, _, _ in modules):
             return None
-        return torch.cat([self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, outputs, strict=True)])
+        whole = [(self.tensor(f"{name}.bias", (size,)), share) for name, size, share in modules]
+        return torch.cat([bias[section] for bias, share in whole for section in share.outputs])
 
 
 def _inside(name: str) -> str:
@@ -122,14 +162,28 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     on_block: Progress = silent,
+    ranks: Ranks = Ranks(),  # noqa: B008  (a value)
 ) -> Weights:
-    """Every weight of a model, on its device."""
+    """Every weight of a model, or those of one rank, on its device. `config` is the whole model's."""
     reader = _Reader(checkpoint, config, dtype, device)
-    embedding = reader.tensor("model.embed_tokens.weight", (config.vocab, config.hidden))
-    blocks = load_blocks(checkpoint, config, dtype, device, on_block)
-    norm = reader.tensor("model.norm.weight", (config.hidden,))
-    head = Linear((embedding,)) if config.tied else reader.linear(["lm_head"], [config.vocab], config.hidden)
-    return Weights(embedding, blocks, norm, head)
+    if ranks.first_stage:
+        embedding = reader.tensor("model.embed_tokens.weight", (config.vocab, config.hidden))
+    else:
+        embedding = torch.empty(0, config.hidden, dtype=dtype, device=device)
+    blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
+    norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
+    return Weights(embedding, blocks, norm, _head(reader, embedding, ranks))
+
+
+def _head(reader: _Reader, embedding: Tensor, ranks: Ranks) -> Linear:
+    config = reader.config
+    if not ranks.first_stage:
+        return Linear(())
+    rows = ranks.vocabulary(config.vocab)
+    if config.tied:
+        return Linear((embedding if ranks.tensor == 1 else embedding[rows],))
+    share = GroupShare((Share((rows,), slice(0, config.hidden)),)) if ranks.tensor > 1 else None
+    return reader.linear(["lm_head"], [config.vocab], config.hidden, share)
 
 
 def load_blocks(
@@ -138,23 +192,24 @@ def load_blocks(
     dtype: torch.dtype,
     device: torch.device,
     on_block: Progress = silent,
+    ranks: Ranks = Ranks(),  # noqa: B008
 ) -> tuple[Block, ...]:
     reader = _Reader(checkpoint, config, dtype, device)
+    own = ranks.blocks(config.layers)
     blocks = []
-    for layer in range(config.layers):
-        blocks.append(_block(reader, layer))
-        on_block(f"block {layer}", config.layers)
+    for layer in own:
+        blocks.append(_block(reader, layer, ranks))
+        on_block(f"block {layer}", len(own))
     return tuple(blocks)
 
 
-def _block(reader: _Reader, layer: int) -> Block:
+def _block(reader: _Reader, layer: int, ranks: Ranks) -> Block:
     config, prefix = reader.config, f"{reader.config.family.blocks}.{layer}"
-    linears = [
-        reader.linear([f"{prefix}.{name}" for name in group], outputs, inputs)
-        for group, outputs, inputs in zip(
-            config.family.groups, config.group_outputs, config.group_inputs, strict=True
-        )
-    ]  # fmt: skip
+    shares: Sequence[GroupShare | None] = (None, None, None, None)
+    if ranks.tensor > 1:
+        shares = share_of_block(reader.checkpoint, config, ranks, layer)
+    groups = config.family.groups_of(layer)
+    linears = list(map(reader.linear, groups, config.group_outputs, config.group_inputs, shares))
 
     def norm(name: str, size: int = config.hidden) -> Tensor:
         return reader.tensor(f"{prefix}.{name}.weight", (size,))

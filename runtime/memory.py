@@ -85,6 +85,18 @@ def plan_memory(
     return _with_pages(plan, left, device, options)
 
 
+def refine_plan(
+    plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: ModelConfig | None = None
+) -> MemoryPlan:
+    """The plan once more, with what the weights really took."""
+    device = options.torch_device
+    if device.type != "cuda":
+        return plan
+    torch.cuda.empty_cache()
+    left = available_memory(device, options.memory_share)
+    return plan_memory(config, plan.weights, dtype, options, available=left + plan.weights, draft=draft)
+
+
 def _with_pages(plan: MemoryPlan, left: int, device: torch.device, options: EngineOptions) -> MemoryPlan:
     page_bytes = plan.page_bytes + plan.draft_page_bytes
     fits = max(0, left // page_bytes)

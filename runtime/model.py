@@ -1,7 +1,7 @@
 """The decoder: one function for every family in `quantkit/arch.py`, over a batch of any mixture of sequences.
 
 The residual sum and the norm behind it are one kernel, so a block hands over the output of its MLP, and the next block
-(or the final norm) adds it.
+(or the final norm) adds it. Between pipeline stages the sum alone travels, and the next stage begins with the norm.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.runtime.layers import Block, Weights
+from quantkit.runtime.layers import Block, Linear, Weights
 from quantkit.runtime.model_config import ModelConfig
 from quantkit.runtime.ops import Ops
+from quantkit.runtime.parallel.group import Alone, Group
+from quantkit.runtime.parallel.ranks import Ranks
 from quantkit.runtime.rope import RopeTable
 
 
@@ -52,35 +54,66 @@ class Decoder:
     """Hidden states of a batch. Holds no state of requests; the cache belongs to the caller."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, tables: list[RopeTable], ops: Ops, scratch: Any = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        tables: list[RopeTable],
+        ops: Ops,
+        scratch: Any = None,
+        group: Group = Alone(),  # noqa: B008  (has no state)
+        ranks: Ranks = Ranks(),  # noqa: B008
     ) -> None:
-        """`scratch` is attention's, for as many sequences as a step may have; calls without one allocate theirs."""
+        """`scratch` is attention's, for as many sequences as a step may have; calls without one allocate theirs.
+
+        Config, weights and tables are those of this rank (`local_config`); `group` are the tensor ranks of its stage.
+        """
         self.config = config
         self.weights = weights
         self._tables = tables
         self._ops = ops
         self._scratch = scratch
+        self._group = group
+        self._ranks = ranks
 
     @torch.inference_mode()
-    def hidden_states(self, batch: Batch, cache: KvCache) -> Tensor:
-        """What the head reads, [tokens, hidden]. Writes the new keys and values into the cache."""
+    def hidden_states(self, batch: Batch, cache: KvCache, received: Tensor | None = None) -> Tensor:
+        """What the head reads, [tokens, hidden]. Writes the new keys and values into the cache.
+
+        A stage that is not the last returns what the next one goes on from, as `received`, which it overwrites.
+        """
         ops, config, blocks = self._ops, self.config, self.weights.blocks
-        residual = ops.embed(batch.ids, self.weights.embedding, scale=config.embedding_scale)
+        residual: Tensor = self._embedded(batch) if received is None else received
         x: Tensor = ops.rms_norm(residual, blocks[0].before_attention, config.norm_eps, plus_one=config.plus_one)
         following = [*(block.before_attention for block in blocks[1:]), self.weights.norm]
         for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
             x = self._attention(layer, block, x, batch, cache)
             x = self._add(x, block.after_attention, residual, block.before_mlp)
-            x = block.down(ops.gated_activation(block.gate_up(x), config.activation))
+            x = self._whole(block.down, ops.gated_activation(block.gate_up(x), config.activation))
             x = self._add(x, block.after_mlp, residual, next_norm)
         return x
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] in the model's dtype."""
+        """[rows, vocab] in the model's dtype, on every rank of the first stage."""
         logits: Tensor = self.weights.head(hidden)
         cap = self.config.logit_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if self._ranks.tensor == 1:
+            return logits
+        missing = self._ranks.vocabulary_width(self.config.vocab) - logits.shape[1]
+        logits = self._group.all_gather(torch.nn.functional.pad(logits, (0, missing)))
+        return logits[:, : self.config.vocab].contiguous()
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        embedded: Tensor = self._ops.embed(batch.ids, self.weights.embedding, scale=self.config.embedding_scale)
+        return embedded
+
+    def _whole(self, layer: Linear, x: Tensor) -> Tensor:
+        """What a layer that is cut over the tensor ranks gives, from each rank's part of its inputs."""
+        if layer.gathered:
+            return self._group.all_gather(layer(self._group.all_gather(x)))
+        return self._group.all_reduce(layer(x))
 
     def _attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
         config, table = self.config, self._tables[layer]
@@ -117,12 +150,14 @@ class Decoder:
             ancestors=batch.ancestors,
             scratch=self._scratch,
         )
-        return block.output(attended.flatten(1))
+        return self._whole(block.output, attended.flatten(1))
 
-    def _add(self, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor) -> Tensor:
-        """residual += x (through its own norm where the family has one); then the norm that follows."""
+    def _add(self, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor | None) -> Tensor:
+        """residual += x (through its own norm where the family has one); then the norm that follows, where one does."""
         eps, plus_one = self.config.norm_eps, self.config.plus_one
         if own_norm is not None:
             x = self._ops.rms_norm(x, own_norm, eps, plus_one=plus_one)
+        if next_norm is None:
+            return residual.add_(x)
         following: Tensor = self._ops.add_rms_norm(x, residual, next_norm, eps, plus_one=plus_one)
         return following

@@ -9,6 +9,7 @@ import torch
 from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
 
+MOST_RANKS = 1024
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
@@ -29,6 +30,9 @@ class EngineOptions:
     share_prefixes: bool = True
     graphs: bool = True  # CUDA graphs for steps that only decode
     overlap: bool | None = None  # prepare a step while the one before runs; None: on a GPU
+    tensor_parallel: int = 1  # processes, one on each GPU, among which every layer is divided
+    pipeline_parallel: int = 1  # stages, each with some of the blocks
+    micro_batches: int | None = None  # steps on their way through the stages at once; None: one for each stage
     speculative: str | None = None  # ngram, draft=PATH, self=RECIPE or medusa=PATH: guess, verify at once
     warm_up: bool = False  # compile kernels and capture graphs for every size first; else when one is needed
     seed: int = 0  # of requests that bring none
@@ -37,10 +41,16 @@ class EngineOptions:
         if self.dtype is not None:
             check_choice("dtype", self.dtype, tuple(DTYPES))
         check_choice("kv_dtype", self.kv_dtype, tuple(KV_DTYPES))
-        for name in ("max_context", "max_sequences", "step_tokens", "kv_tokens"):
+        for name in ("max_context", "max_sequences", "step_tokens", "kv_tokens", "micro_batches"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise InputError(f"{name} is {value!r}, but must be a positive whole number")
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST_RANKS:
+                raise InputError(f"{name} is {value!r}, but must be a whole number from 1 to {MOST_RANKS}")
+        if self.micro_batches is not None and self.pipeline_parallel == 1:
+            raise InputError("micro_batches is about the stages of pipeline_parallel, which is 1; leave it out")
         if type(self.page_size) is not int or self.page_size < 16 or self.page_size & (self.page_size - 1):
             raise InputError(f"page_size is {self.page_size}, but must be a power of two, 16 or more")
         if not 0.05 <= self.memory_share <= 0.98:
@@ -77,3 +87,8 @@ class EngineOptions:
     @property
     def overlaps(self) -> bool:
         return self.torch_device.type == "cuda" if self.overlap is None else self.overlap
+
+    @property
+    def in_stages(self) -> int:
+        """Steps on their way through the stages at once."""
+        return self.micro_batches or self.pipeline_parallel

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.runtime.parallel.group import Alone, Group
 from quantkit.runtime.pool import PADDING_PAGE
 from quantkit.runtime.step_inputs import StepInputs
 from quantkit.runtime.step_plan import FROM_PLACE, MOST_GUESSES
@@ -32,9 +33,17 @@ class SentInputs:
 
 
 class Places:
-    def __init__(self, count: int, table_width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        count: int,
+        table_width: int,
+        device: torch.device,
+        group: Group = Alone(),  # noqa: B008  (has no state)
+    ) -> None:
+        """Of a `group` of ranks that all have such places, the first one's tokens count."""
         self.count = count
         self.device = device
+        self._group = group
         self.tokens = torch.zeros((count + 1, 1 + MOST_GUESSES), dtype=torch.int64, device=device)  # last one, guesses
         self.page_table = torch.full((count + 1, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
 
@@ -44,7 +53,7 @@ class Places:
 
     def resolve(self, ids: Tensor, places: Tensor) -> Tensor:
         """Token ids, of which negative ones say where on the device the token is (`step_plan.py`)."""
-        return torch.where(ids < 0, self.tokens[places, (FROM_PLACE - ids).clamp(min=0)], ids)
+        return self._group.broadcast(torch.where(ids < 0, self.tokens[places, (FROM_PLACE - ids).clamp(min=0)], ids))
 
     def send(self, inputs: StepInputs) -> SentInputs:
         """All numbers of a step in one copy."""

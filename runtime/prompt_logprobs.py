@@ -32,13 +32,21 @@ class PromptLogprobs:
         return PromptLogprobs(position, self.logprobs[skipped:], self.top[skipped:])
 
 
+def wants_prompt_logprobs(plan: StepPlan) -> bool:
+    return any(_wanted(share) for share in plan.shares)
+
+
 def prompt_logprobs(decoder: Decoder, hidden: Tensor, plan: StepPlan, starts: list[int]) -> dict[int, PromptLogprobs]:
     """By sequence id. Waits for the device, which such requests are worth."""
     found = {}
     for share, start in zip(plan.shares, starts, strict=False):
-        if share.sequence.needs_all_logits and share.start + 1 < len(share.sequence.prompt):
+        if _wanted(share):
             found[share.sequence.id] = _of_share(decoder, hidden[start : start + share.count], share)
     return found
+
+
+def _wanted(share: Share) -> bool:
+    return share.sequence.needs_all_logits and share.start + 1 < len(share.sequence.prompt)
 
 
 def _of_share(decoder: Decoder, hidden: Tensor, share: Share) -> PromptLogprobs:

@@ -2,25 +2,44 @@
 
 A sequence has a place on the device while it runs: a row of the page table and the last token sampled for it. The next
 step reads that token there, so it can be launched before the host has seen it.
+
+With several ranks this is rank 0: it tells the others each step, computes its own part, and samples. Where steps go
+through several stages, a launched step is on its way until its rows come back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantkit.runtime.graphs import Answered, Key, StepGraphs
-from quantkit.runtime.model import Batch, Decoder, KvCache
-from quantkit.runtime.places import Places
-from quantkit.runtime.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from quantkit.runtime.rejection import Proposed
+from quantkit.runtime.graphs import Answered, Key
+from quantkit.runtime.model_part import ModelPart, PageMoves, to_host
+from quantkit.runtime.parallel.channel import Kind, Lists
+from quantkit.runtime.parallel.lead import Lead
+from quantkit.runtime.parallel.lead_decoder import LeadDecoder
+from quantkit.runtime.parallel.links import Links, Rows
+from quantkit.runtime.parallel.step_message import Step, moves_to_lists
+from quantkit.runtime.prompt_logprobs import PromptLogprobs, prompt_logprobs, wants_prompt_logprobs
 from quantkit.runtime.sampler import Sampler, Samples
+from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculation.compact import keep_path
-from quantkit.runtime.step_inputs import InputMaker, StepInputs, TableChanges
+from quantkit.runtime.step_inputs import InputMaker, TableChanges
 from quantkit.runtime.step_plan import Share, StepPlan
+from quantkit.runtime.verdicts import accepted_path, describer, proposed_guesses
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Of the rows behind which a token was sampled, on the device and valid until the next step is launched: the token
+    there, its position, and the one that was sampled."""
+
+    ids: Tensor
+    positions: Tensor
+    sampled: Tensor
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,17 @@ class Launched:
     prompts: dict[int, PromptLogprobs]  # sequence id -> log-probabilities of the prompt tokens in this step
     done: torch.cuda.Event | None
     hidden: Tensor | None = None  # of the rows behind which a token was sampled, on the device, where kept
+    rows: StepRows | None = None  # what the device knows before the host does
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """A step on its way through the stages."""
+
+    plan: StepPlan
+    step: Step
+    rows: Answered  # but for their hidden states
+    back: Rows | None  # None: none of its rows is wanted
 
 
 @dataclass(frozen=True)
@@ -59,26 +89,31 @@ class Outcome:
         return len(self.tokens) - 1
 
 
-def is_right(sampled: int, guessed: int) -> bool:
-    return sampled == guessed
-
-
 class Runner:
-    """Owns the cache and the places on the device."""
+    """Owns what this process has of the model, and with it the places on the device."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, sampler: Sampler, places: Places, graphs: bool) -> None:
-        self.decoder = decoder
-        self.cache = cache
-        self.places = places
-        self._sampler = sampler
-        self._changes = TableChanges(places.count, places.page_table.shape[1])
-        self._maker = InputMaker(cache.page_size)
-        self.graphs = StepGraphs(decoder, cache, places) if graphs else None
+    def __init__(self, part: ModelPart, sampler: Sampler, lead: Lead | None = None, links: Links | None = None) -> None:
+        """`lead` and `links` reach the other ranks, where there are any."""
+        self.part = part
+        self.cache = part.cache
+        self.places = part.places
+        self.graphs = part.graphs
+        self.decoder = part.decoder  # for others: all ranks take part in what it computes
         self.keeps_hidden = False
+        self._sampler = sampler
+        self._lead = lead
+        self._links = links
+        if lead is not None and links is not None:
+            self.decoder = LeadDecoder(part.decoder, lead, links)
+            part.clock.on = links.ranks.pipeline > 1
+        self._changes = TableChanges(part.places.count, part.places.page_table.shape[1])
+        self._table: tuple[list[int], list[int]] = [], []  # its changes for the step that is prepared
+        self._maker = InputMaker(part.cache.page_size)
+        self._swapped: dict[int, Sequence] = {}  # those with pages in host memory
 
     @property
     def device(self) -> torch.device:
-        return self.cache.pages.device
+        return self.part.device
 
     def warm_up(self, sizes: tuple[int, ...]) -> None:
         """Captures graphs before the first request asks for them."""
@@ -90,51 +125,78 @@ class Runner:
         """Pages are moved, and the device knows who has which; then whoever guesses may do so."""
         if not plan.answers_only:
             plan.straighten()
-        self._move_pages(plan)
-        self.places.update_table(*self._changes.of(plan))
+        moves = self._moves(plan)
+        if moves:
+            self._tell(Kind.MOVES, lambda: moves_to_lists(moves))
+            self.part.move(moves)
+        self._table = self._changes.of(plan)
+        self.places.update_table(*self._table)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> Launched | Travelling:
         """Queues one step that was prepared."""
         inputs = self._maker.make(plan)
-        sampling = [share for share in plan.shares if share.samples]
+        step = Step(inputs, *self._table, every=wants_prompt_logprobs(plan))
+        with self._together():
+            self._tell(Kind.STEP, step.to_lists)
+            if self._links is None or self._links.ranks.pipeline == 1:
+                every, rows = self.part.run(inputs)
+                return self._sample(plan, step, rows, every)
+            with self.part.clock:
+                every, rows = self.part.run(inputs)
+            assert every is not None
+            back = self._links.expect(len(step.rows)) if step.rows else None
+            self._links.send_on(every)
+            return Travelling(plan, step, rows, back)
+
+    @torch.inference_mode()
+    def arrived(self, travelling: Travelling) -> Launched:
+        """Waits until a step has gone through all stages, and samples its tokens."""
+        plan, step, rows = travelling.plan, travelling.step, travelling.rows
+        if travelling.back is None:
+            return self._bring_back(plan, [], Samples(rows.places), None, {}, rows.hidden)
+        with self._together():
+            self._tell(Kind.ROWS, list, first_stage=True)
+            hidden = travelling.back.wait()
+            with self.part.clock:
+                rows = replace(rows, hidden=hidden[step.inputs.rows] if step.every else hidden)
+                return self._sample(plan, step, rows, hidden if step.every else None)
+
+    def _sample(self, plan: StepPlan, step: Step, rows: Answered, every: Tensor | None) -> Launched:
+        """The tokens behind the rows of a step. Where it also asks for prompts, ranks are told of each logits."""
         prompts: dict[int, PromptLogprobs] = {}
-        if self._has_graph(plan, inputs):
-            assert self.graphs is not None
-            rows = self.graphs.run(inputs)
-        else:
-            batch, at, places = self._send(inputs)
-            every = self.decoder.hidden_states(batch, self.cache)
-            rows = Answered(every[at], batch.ids[at], places, batch.positions[at])
-            prompts = prompt_logprobs(self.decoder, every, plan, inputs.starts)
+        if step.every and every is not None:
+            prompts = prompt_logprobs(self.decoder, every, plan, step.inputs.starts)
+        sampling = [share for share in plan.shares if share.samples]
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts)
-        owners = [share.sequence for share in sampling for _ in range(len(share.draft) + 1)]
+            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
+        logits = (self.decoder if step.every else self.part.decoder).logits(rows.hidden)
+        if any(share.sequence.finished for share in sampling):  # while the step was on its way: its place is another's
+            alive = [row for row, owner in enumerate(_owners(sampling)) if owner.finished is None]
+            sampling = [share for share in sampling if share.sequence.finished is None]
+            logits, rows = logits[alive], _some_rows(rows, alive)
+        if not sampling:
+            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
+        owners = _owners(sampling)
         shaped = any(one.guide is not None or one.params.shapes_logits for one in owners)
         guesses = [before for share in sampling for before in share.guesses_before_rows()] if shaped else None
-        proposed = _proposed(plan, sampling, rows.ids) if plan.proposals else None
-        logits = self.decoder.logits(rows.hidden)
+        proposed = proposed_guesses(plan, sampling, rows.ids) if plan.proposals else None
         samples = self._sampler(logits, owners, rows.places, rows.positions, guesses, proposed)
         self.places.tokens[rows.places, 0] = samples.tokens
         verified = rows.ids if any(share.draft for share in sampling) else None
-        launched = self._bring_back(plan, sampling, samples, verified, prompts)
-        return replace(launched, hidden=rows.hidden.clone()) if self.keeps_hidden else launched
+        launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)
+        return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens))
 
-    def _has_graph(self, plan: StepPlan, inputs: StepInputs) -> bool:
-        if self.graphs is None or not plan.answers_only:
-            return False
-        return self.graphs.takes(len(plan.shares), inputs.max_queries, plan.has_trees)
-
-    def collect(self, launched: Launched, accepts: Callable[[int, int], bool] = is_right) -> list[Outcome]:
+    def collect(self, launched: Launched) -> list[Outcome]:
         """Waits for a step. A draft holds as far as it is what was sampled behind the tokens before."""
         if launched.done is not None:
             launched.done.synchronize()
         tokens = launched.samples.tokens.tolist()
         verified = [] if launched.verified is None else launched.verified.tolist()
-        describe = _describer(launched.samples)
+        describe = describer(launched.samples)
         found, row = [], 0
         for share in launched.sampling:
-            path = _accepted(share, row, tokens, verified, accepts)
+            path = accepted_path(share, row, tokens, verified, launched.plan.coins)
             rows = [row, *(row + 1 + node for node in path)]
             wanted = share.sequence.params.logprobs
             sampled = [Sampled(tokens[at], *describe(at, wanted)) for at in rows]
@@ -155,43 +217,27 @@ class Runner:
                     sources.append(pages[(first + node) // size] * size + (first + node) % size)
                     targets.append(pages[(first + ahead) // size] * size + (first + ahead) % size)
         if sources:
+            self._tell(Kind.KEEP, lambda: [sources, targets])
             both = self.places.to_device(sources + targets)
             keep_path(self.cache.pages, *both.chunk(2))
 
-    def _send(self, inputs: StepInputs) -> tuple[Batch, Tensor, Tensor]:
-        """One copy to the device, then views of it."""
-        tensors = self.places.send(inputs)
-        ids = self.places.resolve(tensors.ids, tensors.token_places)
-        width = max(-(-max(inputs.contexts) // self.cache.page_size), 1)
-        batch = Batch(
-            ids=ids,
-            positions=tensors.positions,
-            slots=tensors.slots,
-            page_table=self.places.page_table[tensors.places, :width],
-            context_lengths=tensors.contexts.int(),
-            query_starts=tensors.starts.int(),
-            max_queries=inputs.max_queries,
-            ancestors=tensors.ancestors if inputs.ancestors else None,
-        )
-        return batch, tensors.rows, tensors.row_places
-
-    @torch.inference_mode()
-    def _move_pages(self, plan: StepPlan) -> None:
-        """Out to the host, back from the host, copies: in this order, because pages change hands."""
-        pages = self.cache.pages
-        for sequence, taken in plan.swap_out:
-            assert sequence.swapped is not None
-            contents = pages[:, :, torch.tensor(taken, device=self.device)]
-            sequence.swapped.contents = _to_host(contents)
-        for sequence, given in plan.swap_in:
-            assert sequence.swapped is not None
-            assert sequence.swapped.contents is not None
-            kept = sequence.swapped.contents[:, :, : len(given)]  # pages of a draft that was wrong stay behind
-            pages[:, :, torch.tensor(given, device=self.device)] = kept.to(self.device, non_blocking=True)
+    def _moves(self, plan: StepPlan) -> PageMoves:
+        for sequence, _ in plan.swap_in:
             sequence.swapped = None
-        if plan.copies:
-            source, target = (torch.tensor(side, device=self.device) for side in zip(*plan.copies, strict=True))
-            pages[:, :, target] = pages[:, :, source]
+            del self._swapped[sequence.id]
+        dropped = [number for number, sequence in self._swapped.items() if sequence.swapped is None]
+        for number in dropped:
+            del self._swapped[number]
+        self._swapped |= {sequence.id: sequence for sequence, _ in plan.swap_out}
+        out, back = ([(one.id, pages) for one, pages in moved] for moved in (plan.swap_out, plan.swap_in))
+        return PageMoves(dropped, out, back, plan.copies)
+
+    def _tell(self, kind: Kind, lists: Callable[[], Lists], *, first_stage: bool = False) -> None:
+        if self._lead is not None:
+            self._lead.send(kind, lists(), first_stage=first_stage)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._lead is None else self._lead.guarded()
 
     def _bring_back(
         self,
@@ -200,74 +246,22 @@ class Runner:
         samples: Samples,
         verified: Tensor | None,
         prompts: dict[int, PromptLogprobs],
+        hidden: Tensor,
     ) -> Launched:
+        kept = hidden.clone() if self.keeps_hidden else None
         if self.device.type != "cuda":
-            return Launched(plan, sampling, samples, verified, prompts, None)
+            return Launched(plan, sampling, samples, verified, prompts, None, kept)
         parts = (samples.tokens, samples.logprobs, samples.top, samples.top_logprobs, verified)
-        *host, ids = (None if part is None else _to_host(part) for part in parts)
+        *host, ids = (None if part is None else to_host(part) for part in parts)
         done = torch.cuda.Event()
         done.record()
-        return Launched(plan, sampling, Samples(*host), ids, prompts, done)  # type: ignore[arg-type]
+        return Launched(plan, sampling, Samples(*host), ids, prompts, done, kept)  # type: ignore[arg-type]
 
 
-def _accepted(
-    share: Share, row: int, tokens: list[int], verified: list[int], accepts: Callable[[int, int], bool]
-) -> list[int]:
-    """The way through the guesses that the sampled tokens take: numbers of guesses.
-
-    The share's last known token has this row, and each of its guesses one behind it.
-    """
-    path: list[int] = []
-    node = -1
-    if not share.parents:
-        while node + 1 < len(share.draft) and accepts(tokens[row + node + 1], verified[row + node + 2]):
-            node += 1
-            path.append(node)
-        return path
-    while True:
-        children = (child for child, parent in enumerate(share.parents) if parent == node)
-        token = tokens[row + node + 1]
-        following = next((child for child in children if accepts(token, verified[row + 1 + child])), None)
-        if following is None:
-            return path
-        path.append(node := following)
+def _owners(sampling: list[Share]) -> list[Sequence]:
+    """Of every row behind which a token is sampled."""
+    return [share.sequence for share in sampling for _ in range(len(share.draft) + 1)]
 
 
-def _proposed(plan: StepPlan, sampling: list[Share], ids: Tensor) -> Proposed | None:
-    """The guesses that were drawn from a distribution. Those of a share are verified by the rows before each."""
-    rows: list[int] = []
-    logits: list[Tensor] = []
-    row = 0
-    for share in sampling:
-        if share.draft and share.sequence.id in plan.proposals:
-            rows += range(row, row + len(share.draft))
-            logits.append(plan.proposals[share.sequence.id][: len(share.draft)])
-        row += len(share.draft) + 1
-    if not rows:
-        return None
-    at = torch.tensor(rows).to(ids.device, non_blocking=True)
-    return Proposed(at, ids[at + 1], torch.cat(logits))
-
-
-_Described = tuple[float, list[tuple[int, float]]] | tuple[()]
-
-
-def _describer(samples: Samples) -> Callable[[int, int | None], _Described]:
-    """Log-probabilities of a row, where they were computed and so many are wanted."""
-    if samples.logprobs is None or samples.top is None or samples.top_logprobs is None:
-        return lambda row, wanted: ()
-    top, values, chosen = samples.top.tolist(), samples.top_logprobs.tolist(), samples.logprobs.tolist()
-
-    def describe(row: int, wanted: int | None) -> _Described:
-        if wanted is None:
-            return ()
-        return chosen[row], list(zip(top[row][:wanted], values[row][:wanted], strict=True))
-
-    return describe
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Into pinned memory, without waiting."""
-    if tensor.device.type != "cuda":
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _some_rows(rows: Answered, at: list[int]) -> Answered:
+    return Answered(rows.hidden[at], rows.ids[at], rows.places[at], rows.positions[at])

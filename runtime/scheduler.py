@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quantkit.runtime.pool import PagePool
 from quantkit.runtime.sequence import FinishReason, Sequence, Swapped
-from quantkit.runtime.step_plan import Share, StepPlan
+from quantkit.runtime.step_plan import MOST_GUESSES, Share, StepPlan
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Limits:
     sequences: int  # running at the same time
     reserve: float = 0.01  # share of the pool kept for running sequences when new ones are admitted
     swap_pages: int = 0  # of host memory; 0: preempted sequences are computed anew
+    micro_batches: int = 1  # steps that go through several stages at once, each with its share of the answers
 
 
 class Scheduler:
@@ -64,12 +65,17 @@ class Scheduler:
         """The next step. Everything in it counts as computed from now on."""
         plan = StepPlan([])
         budget = self.limits.tokens
-        answering = sum(not one.must_wait and one.length - one.computed == 1 for one in self.running)
+        answers = self._answers()
+        answering = min(answers, sum(not one.must_wait and one.length - one.computed == 1 for one in self.running))
         for sequence in list(self.running):
             if sequence not in self.running or sequence.must_wait:
                 continue
             missing = sequence.length - sequence.computed
-            answering -= missing == 1
+            if missing == 1:
+                if answers == 0:
+                    continue
+                answers -= 1
+                answering -= 1
             # A long prompt leaves a token for each answer behind it, but those in front always go on.
             count = min(missing, max(budget - answering, 1), budget)
             if count > 0:
@@ -103,9 +109,7 @@ class Scheduler:
                 self._drop_swapped(sequence)
         elif sequence.pages:
             sequence.computed -= wrong
-            kept = _pages(sequence.computed, self.pool.page_size)
-            self.pool.release(sequence.pages[kept:])
-            del sequence.pages[kept:]
+            self._trim(sequence, sequence.computed + sequence.ahead)
 
     def check_integrity(self) -> None:
         """For tests: pages and places are held by those who run, once each."""
@@ -118,7 +122,13 @@ class Scheduler:
             assert [sequence.rank for sequence in queue] == sorted(sequence.rank for sequence in queue)
         for sequence in self.running:
             held, size = len(sequence.pages), self.pool.page_size
-            assert (held - 1) * size < sequence.computed <= held * size, "pages do not match the tokens computed"
+            assert sequence.computed <= held * size, "tokens were computed without pages"
+            assert (held - 1) * size < sequence.computed + MOST_GUESSES, "pages are held for nothing"
+
+    def _answers(self) -> int:
+        """How many sequences may answer in one step: an equal part for each of the steps that are on their way."""
+        answering = sum(one.length - one.computed == 1 for one in self.running)
+        return -(-answering // self.limits.micro_batches)
 
     def _affordable_draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
         """As much of its draft as budget and free pages allow: guesses push nobody out."""
@@ -130,7 +140,11 @@ class Scheduler:
         """How many tokens of a running sequence go into this step: all, or none where it had to give way."""
         while not self._grow(sequence, sequence.computed + count + len(draft), plan):
             draft = ()
+            if self._drop_ahead():
+                continue
             victim = self.running[-1]
+            if victim.waits and victim.pending:  # its token is chosen when its step is through, so it stays till then
+                return 0
             self._preempt(victim, plan)
             if victim is sequence:
                 return 0
@@ -221,21 +235,43 @@ class Scheduler:
     def _shares_last_page(self, sequence: Sequence) -> bool:
         """Whether the next token would be written into a page that others hold too."""
         inside = sequence.computed % self.pool.page_size
-        return inside > 0 and self.pool.is_shared(sequence.pages[-1])
+        return inside > 0 and self.pool.is_shared(sequence.pages[sequence.computed // self.pool.page_size])
 
     def _grow(self, sequence: Sequence, length: int, plan: StepPlan) -> bool:
         """Pages of its own for all positions up to `length`; False, and nothing changes, where too few are free."""
         copies = self._shares_last_page(sequence)
-        new = self.pool.allocate(_pages(length, self.pool.page_size) - len(sequence.pages) + copies)
+        size = self.pool.page_size
+        new = self.pool.allocate(max(0, _pages(length, size) - len(sequence.pages)) + copies)
         if new is None:
             return False
         if copies:
-            shared, own = sequence.pages[-1], new.pop(0)
-            plan.copies.append((shared, own))
-            self.pool.release([shared])
-            sequence.pages[-1] = own
+            at, own = sequence.computed // size, new.pop(0)
+            plan.copies.append((sequence.pages[at], own))
+            self.pool.release([sequence.pages[at]])
+            sequence.pages[at] = own
         sequence.pages += new
+        self._hold_ahead(sequence, length)
         return True
+
+    def _hold_ahead(self, sequence: Sequence, length: int) -> None:
+        """Pages for the guesses of the step after this, where everybody else can still get one."""
+        reach = min(length + sequence.ahead, len(sequence.prompt) + sequence.max_new)
+        more = _pages(reach, self.pool.page_size) - len(sequence.pages)
+        if 0 < more <= self.pool.free - len(self.running):
+            sequence.pages += self.pool.allocate(more) or []
+
+    def _drop_ahead(self) -> bool:
+        """Takes back all pages that nobody needs in this step; False where there are none."""
+        before = self.pool.free
+        for sequence in self.running:
+            self._trim(sequence, sequence.computed)
+        return self.pool.free > before
+
+    def _trim(self, sequence: Sequence, length: int) -> None:
+        """Gives back the pages behind so many tokens."""
+        kept = _pages(length, self.pool.page_size)
+        self.pool.release(sequence.pages[kept:])
+        del sequence.pages[kept:]
 
     def _share(self, sequence: Sequence, count: int, plan: StepPlan, draft: tuple[int, ...] = ()) -> None:
         start = sequence.computed

@@ -32,11 +32,10 @@ class Guide(Protocol):
 
 @dataclass
 class Swapped:
-    """Pages in host memory. The runner fills and reads `contents`."""
+    """Pages in host memory, where those who compute keep them."""
 
     pages: int
     computed: int
-    contents: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -68,7 +67,9 @@ class Sequence:
     needs_all_logits: bool = False  # logprobs of the prompt
     guide: Guide | None = None  # structured output: which tokens may come next
     speculates: bool = False  # drafts are guessed for it, which needs to know its last token
+    waits: bool = False  # its last token must be seen before its next step, as where steps go through several stages
     draft: list[int] = field(default_factory=list)  # guessed tokens, to be verified by the next step
+    ahead: int = 0  # tokens behind those computed that get pages too where there are some: next guesses need them early
     tree: tuple[int, ...] = ()  # where guesses are a tree: the parents of its nodes, see `Share`
     guessed: int = 0  # tokens in drafts that were verified
     accepted: int = 0  # of these
@@ -99,8 +100,8 @@ class Sequence:
 
         What was computed reaches beyond the tokens that exist while guesses are being verified.
         """
-        unseen = self.pending > 0 and (self.guide is not None or self.speculates or self.computed >= self.length)
-        return self.at_limit or unseen
+        must_see = self.waits or self.guide is not None or self.speculates or self.computed >= self.length
+        return self.at_limit or (self.pending > 0 and must_see)
 
     def digest_of(self, page: int, page_size: int) -> Digest:
         """Of its page with this number, which must be full of known tokens."""

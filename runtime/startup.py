@@ -7,23 +7,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.arch import Config
 from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.progress import Progress, silent
+from quantkit.runtime.assembly import check_kernels, make_decoder, make_part
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.graphs import StepGraphs
 from quantkit.runtime.layers import Weights
 from quantkit.runtime.loading import load_weights
-from quantkit.runtime.memory import MemoryPlan, available_memory, plan_memory, weight_bytes
+from quantkit.runtime.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
 from quantkit.runtime.model import Decoder, KvCache
 from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.ops import Ops, ops_for
-from quantkit.runtime.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.ops import ops_for
+from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.parallel.launcher import Launcher
+from quantkit.runtime.parallel.lead_decoder import LeadGraphs
+from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
+from quantkit.runtime.parallel.ranks import Ranks, local_config
+from quantkit.runtime.parallel.start import Crew, refuse_ranks, start_crew
 from quantkit.runtime.places import Places
-from quantkit.runtime.rope import rope_tables
 from quantkit.runtime.runner import Runner
 from quantkit.runtime.sampler import Sampler
 from quantkit.runtime.speculation.draft_loop import DraftLoop
@@ -65,8 +71,12 @@ def start_engine(
     on_block: Progress = silent,
     stages: Stages | None = None,
     text: bool = True,
+    launcher: Launcher | None = None,
 ) -> Engine:
-    """An engine for a folder, a hub name or `demo`. Without `text` it takes and gives token ids only."""
+    """An engine for a folder, a hub name or `demo`. Without `text` it takes and gives token ids only.
+
+    `launcher` starts the other ranks, where the options ask for several; by default on this machine.
+    """
     stages = stages or Stages()
     with stages.stage("read headers"):
         checkpoint = Checkpoint(model_folder(model))
@@ -75,15 +85,23 @@ def start_engine(
     with stages.stage("tokenizer"):
         tokenizer = load_tokenizer(checkpoint.folder) if text else None
 
-    def load() -> Weights:
-        return load_weights(checkpoint, config, dtype, options.torch_device, on_block)
-
-    size = weight_bytes(checkpoint, dtype)
     draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
-    return build_engine(
-        checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft,
-        heads=heads,
-    )  # fmt: skip
+    crew = start_crew(str(model), checkpoint, config, dtype, options, launcher, draft)
+    ranks = Ranks() if crew is None else crew.ranks
+
+    def load() -> Weights:
+        return load_weights(checkpoint, config, dtype, options.torch_device, on_block, ranks)
+
+    size = weight_bytes(checkpoint, dtype) if crew is None else rank_weight_bytes(checkpoint, config, dtype, ranks)
+    try:
+        return build_engine(
+            checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft,
+            heads=heads, crew=crew,
+        )  # fmt: skip
+    except BaseException:
+        if crew is not None:
+            crew.stop()
+        raise
 
 
 def build_engine(
@@ -98,39 +116,48 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft: DraftModel | None = None,
     heads: MedusaHeads | None = None,
+    crew: Crew | None = None,
 ) -> Engine:
-    """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit."""
+    """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
+
+    With a `crew`, sizes and weights are those of rank 0.
+    """
+    if crew is None:
+        refuse_ranks(options, "random weights")
+    ranks = Ranks() if crew is None else crew.ranks
     device = options.torch_device
-    ops = ops_for(device, dtype)
-    _check_kernels(config, dtype, options)
+    own = local_config(config, ranks)
+    check_kernels(own, dtype, options)
+    beside = None if draft is None else draft.config
     if draft is not None:
-        _check_kernels(draft.config, dtype, options)
+        check_kernels(draft.config, dtype, options)
         weight_size += draft.size
     with stages.stage("device"):
-        plan = plan_memory(config, weight_size, dtype, options, draft=draft.config if draft else None)
+        available = available_to_rank(options, ranks)
+        plan = plan_memory(own, weight_size, dtype, options, available, draft=beside)
         check_draft_context(draft, plan.max_context)
     with stages.stage("weights"):
         weights = load()
         draft_weights = draft.load(weights) if draft else weights
         if device.type == "cuda":
             torch.cuda.synchronize()
+    plan = refine_plan(plan, own, dtype, options, beside)
+    if crew is not None:
+        with stages.stage("other ranks"):
+            plan = crew.meet(plan, resident_bytes(weights), config.hidden, dtype, device)
 
     def make_drafter(model: DraftModel) -> ModelDrafter:
-        tables = rope_tables(model.raw, model.config, plan.max_context, device)
-        decoder = Decoder(model.config, draft_weights, tables, ops, _attention_scratch(model.config, options))
-        own, places = draft_cache(model.config, cache, dtype), runner.places
-        return ModelDrafter(decoder, own, places, DraftLoop(decoder, own, ops, places, runner.graphs is not None))
+        decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
+        cache, places = draft_cache(model.config, runner.cache, dtype), runner.places
+        loop = DraftLoop(decoder, cache, ops_for(device, dtype), places, runner.graphs is not None)
+        return ModelDrafter(decoder, cache, places, loop)
 
-    plan = _refined(plan, config, dtype, options, draft)
     with stages.stage("cache"):
-        cache = _allocate_cache(config, plan, dtype, options)
-        tables = rope_tables(raw, config, plan.max_context, device)
-        decoder = Decoder(config, weights, tables, ops, _attention_scratch(config, options))
-        runner = _make_runner(decoder, cache, ops, plan, options)
+        runner = _make_runner(raw, own, weights, plan, dtype, options, crew)
         speculation = make_speculation(options, draft, make_drafter, heads, runner)
     with stages.stage("graphs"):
         runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-    engine = Engine(config, runner, plan, options, tokenizer, speculation)
+    engine = Engine(config, runner, plan, options, tokenizer, speculation, crew)
     if options.warm_up and device.type == "cuda":
         from quantkit.runtime.warm_up import warm_up
 
@@ -139,60 +166,29 @@ def build_engine(
     return engine
 
 
-def _make_runner(decoder: Decoder, cache: KvCache, ops: Ops, plan: MemoryPlan, options: EngineOptions) -> Runner:
+def _make_runner(
+    raw: Config,
+    config: ModelConfig,
+    weights: Weights,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    crew: Crew | None,
+) -> Runner:
     device = options.torch_device
-    width = -(-plan.max_context // plan.page_size)
-    places = Places(options.sequences, width, device)
-    sampler = Sampler(ops, decoder.config.vocab, options.sequences, device, options.seed)
-    return Runner(decoder, cache, sampler, places, graphs=options.graphs and device.type == "cuda")
+    sampler = Sampler(ops_for(device, dtype), config.vocab, options.sequences, device, options.seed)
+    if crew is None:
+        return Runner(make_part(raw, config, weights, plan, dtype, options, make_graphs=StepGraphs), sampler)
+    links, lead = crew.links, crew.lead
 
+    def graphs(decoder: Decoder, cache: KvCache, places: Places) -> StepGraphs:
+        return LeadGraphs(decoder, cache, places, lead)
 
-def _refined(
-    plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: DraftModel | None
-) -> MemoryPlan:
-    """The plan once more, with what the weights really took."""
-    device = options.torch_device
-    if device.type != "cuda":
-        return plan
-    torch.cuda.empty_cache()
-    left = available_memory(device, options.memory_share)
-    beside = draft.config if draft else None
-    return plan_memory(config, plan.weights, dtype, options, available=left + plan.weights, draft=beside)
-
-
-def _allocate_cache(config: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, options: EngineOptions) -> KvCache:
-    """Page 0 must hold numbers: padding reads it."""
-    kept = KV_DTYPES[options.kv_dtype] or dtype
-    shape = (config.layers, 2, plan.pages, config.kv_heads, plan.page_size, config.head_dim)
-    device = options.torch_device
-    pages = torch.empty(shape, dtype=kept, device=device)
-    pages.view(torch.uint8)[:, :, 0] = 0
-    scale = torch.ones(config.kv_heads, device=device) if kept != dtype else None
-    return KvCache(pages, scale)
-
-
-def _attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
-    if options.torch_device.type != "cuda":
-        return None
-    from quantkit.kernels.attention.attend import make_scratch
-
-    return make_scratch(
-        options.torch_device,
-        sequences=options.sequences,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_queries=options.budget,
-    )
-
-
-def _check_kernels(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> None:
-    """Refuses models whose attention has no kernel, before anything is loaded."""
-    if options.torch_device.type != "cuda":
-        return
-    from quantkit.kernels.attention.cache import CacheLayout
-
-    CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
+    part = make_part(
+        raw, config, weights, plan, dtype, options, group=links.group, ranks=crew.ranks,
+        make_graphs=graphs if links.captures else None,
+    )  # fmt: skip
+    return Runner(part, sampler, lead, links)
 
 
 def _generation_config(folder: Path) -> Config:

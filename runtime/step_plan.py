@@ -57,6 +57,7 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)
     swap_out: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # these pages to host memory
     swap_in: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # into these pages
+    coins: list[bool] = field(default_factory=list)  # for benchmarks, of each sampled row: its guess counts as right
     proposals: dict[int, Tensor] = field(default_factory=dict)  # sequence -> logits its guesses were drawn from
 
     def settled(self, sequence: Sequence) -> int:

@@ -34,6 +34,7 @@ class Started:
     weights: int
     kv_tokens: int
     speculative: str | None = None  # as --speculative said it
+    micro_batches: int = 1  # steps on their way through the stages at once, where there are several
 
     @property
     def ready(self) -> float:

@@ -44,6 +44,7 @@ class EngineTimes:
     step_ms: float  # median time of a step in which everybody answered; 0 where there was none
     limit_ms: float | None  # what reading weights and cache once would take, at the measured bandwidth
     guesses: Guesses
+    idle: tuple[float, ...] = ()  # the share of its time that each stage was idle, where there are several
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,9 +84,11 @@ def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 
     run_load(engine, Load(load.batch, min(SHORT_PROMPT, load.prompt), WARM_UP_TOKENS), seed=seed + 1)
     run_load(engine, Load(load.batch, load.prompt, 2), seed=seed + 2)
     before = Guesses.so_far(engine)
+    _idle_shares(engine)
     watch = run_load(engine, load, seed=seed)
+    idle = _idle_shares(engine)
     guesses = Guesses.so_far(engine) - before
-    if engine.speculation.on:  # a step reads more than the limit counts, and brings more tokens
+    if engine.speculation.on or idle:  # a step reads more than the limit counts and brings more tokens, or has stages
         bandwidth = None
     gaps = torch.tensor(watch.gaps or [0.0]) * 1e3
     firsts = sorted(watch.first.values())
@@ -98,7 +101,15 @@ def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 
         step_ms=float(steps.median()),
         limit_ms=None if bandwidth is None else _bytes_of_step(engine, load) / bandwidth * 1e3,
         guesses=guesses,
+        idle=idle,
     )
+
+
+def _idle_shares(engine: Engine) -> tuple[float, ...]:
+    """Of every stage since the last call; nothing where there is one."""
+    if engine.crew is None or engine.options.pipeline_parallel == 1:
+        return ()
+    return engine.crew.idle_shares(engine.runner.part.clock)
 
 
 def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:

@@ -89,6 +89,7 @@ def _started(engine: Engine, model: str, described: str, stages: Stages, first: 
         weights=engine.memory.weights,
         kv_tokens=engine.memory.kv_tokens,
         speculative=engine.options.speculative,
+        micro_batches=engine.options.in_stages,
     )
 
 
@@ -133,7 +134,11 @@ def describe_formats(folder: Path, engine: Engine) -> str:
     from quantkit.sources import model_folder
 
     found = sorted({fmt.describe() for fmt in Checkpoint(model_folder(folder)).formats.values()})
-    return ", ".join(found) or str(engine.runner.decoder.weights.embedding.dtype)[6:]
+    described = ", ".join(found) or str(engine.runner.decoder.weights.embedding.dtype)[6:]
+    options = engine.options
+    if engine.crew is None:
+        return described
+    return f"{described}, tensor {options.tensor_parallel} x pipeline {options.pipeline_parallel}"
 
 
 def peak_memory(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -111,21 +111,26 @@ def load_predictor(
     device: str = "cpu",
     activations: str = "served",
     step_tokens: int | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     on_part: Progress = silent,
 ) -> ReferencePredictor | RuntimePredictor:
     """A model, ready for windows of this size.
 
     `dtype`: float32 unless given; the runtime on a GPU takes the checkpoint's own. `activations` (served or exact) is
-    the reference's, `step_tokens` (whole windows unless given) the runtime's.
+    the reference's, `step_tokens` (whole windows unless given) and the ranks are the runtime's.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         if step_tokens is not None:
             raise InputError(f"step_tokens is {step_tokens}, but the reference runs whole windows; use backend runtime")
+        if tensor_parallel > 1 or pipeline_parallel > 1:
+            raise InputError("tensor_parallel and pipeline_parallel are the runtime's; use backend runtime")
         return _load_reference(model, window, dtype or "float32", device, activations, on_part)
     if activations != "served":
         raise InputError("the runtime serves, it cannot leave activations exact; use backend reference")
-    return _load_runtime(model, window, dtype, device, step_tokens, on_part)
+    ranks = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    return _load_runtime(model, window, dtype, device, step_tokens, ranks, on_part)
 
 
 def _load_reference(
@@ -137,7 +142,13 @@ def _load_reference(
 
 
 def _load_runtime(
-    model: str | Path, window: int, dtype: str | None, device: str, step_tokens: int | None, on_part: Progress
+    model: str | Path,
+    window: int,
+    dtype: str | None,
+    device: str,
+    step_tokens: int | None,
+    ranks: dict[str, Any],
+    on_part: Progress,
 ) -> RuntimePredictor:
     """One place, a cache for one window: length-dependent rope is that of a window, as in the reference."""
     folder = model_folder(model)
@@ -150,6 +161,7 @@ def _load_runtime(
         step_tokens=step_tokens,
         kv_tokens=window,
         graphs=False,
+        **ranks,
     )
     engine = start_engine(folder, options, on_block=on_part, text=False)
     return RuntimePredictor(engine, folder, min(options.budget, window))

@@ -113,6 +113,7 @@ def _forced_with(
 ) -> Iterator[SpeculativeRow]:
     engine, started = _start(plan.target, replace(options, speculative=plan.how(guesses)))
     load = plan.load
+    _capture(engine, load)
     for batch in load.batches:
         runs = [partial(_random_run, target, load, batch)]
         runs += [partial(_random_run, engine, load, batch, chance, count()) for chance in plan.chances]
@@ -153,6 +154,7 @@ def _guessed_by(
     how: str, plan: TextPlan, prompts: Sequence[list[int]], target: Engine, options: EngineOptions
 ) -> Iterator[SpeculativeRow]:
     engine, started = _start(plan.target, replace(options, speculative=how))
+    _capture(engine, plan.load)
     for batch in plan.load.batches:
         own = prompts[: max(len(prompts) // batch, 1) * batch]
         runs = [partial(decode_all, each, own, batch, plan.params) for each in (target, engine)]
@@ -183,6 +185,15 @@ def cut_prompts(engine: Engine, plan: TextPlan) -> list[list[int]]:
 def _start(model: str, options: EngineOptions) -> tuple[Engine, Started]:
     name, fmt = parse_shape(model) or (model, CHECKPOINT)
     return start(name, fmt, options, first=False)
+
+
+def _capture(engine: Engine, load: Load) -> None:
+    """Graphs for every number of guesses, which a server captures in its warm-up: none is made while the clock runs."""
+    graphs = engine.runner.graphs
+    if graphs is not None:
+        for batch in load.batches:
+            for guesses in engine.speculation.lengths:
+                engine.speculation.prepare(graphs, batch, guesses)
 
 
 def _free(options: EngineOptions) -> None:

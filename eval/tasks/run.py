@@ -35,6 +35,8 @@ def run_tasks(
     device: str = "auto",
     dtype: str | None = None,
     backend: str = "runtime",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     seed: int = 0,
     with_samples: bool = False,
     on_item: Progress = silent,
@@ -42,16 +44,19 @@ def run_tasks(
     """Scores of tasks, named as lm-eval names them, or `local` for those that ship.
 
     `limit` takes the first items of each task only. `task_path` is a folder with YAML tasks of your own. `on_item` is
-    told of each finished item of backend `runtime`.
+    told of each finished item of backend `runtime`, which may have several ranks.
     """
+    ranks: dict[str, Any] = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     setting = Setting(model_name(model), backend, device, dtype, limit, fewshot, chat_template, seed)
     _check(setting)
+    if backend == "reference" and ranks != dict.fromkeys(ranks, 1):
+        raise InputError("tensor_parallel and pipeline_parallel are the runtime's; use backend runtime")
     from quantkit.eval.tasks.catalog import find_tasks
 
     with _quiet():
         names, catalog = find_tasks(tasks, Path(task_path) if task_path is not None else None)
         catalog.load(names)  # what is missing shows before a model is loaded
-        lm = _load_model(model, setting, on_item)
+        lm = _load_model(model, setting, ranks, on_item)
         found = _evaluate(lm, names, catalog, setting, with_samples)
     used = lm.dtype if backend == "runtime" else lm.model.dtype
     return TaskResults(
@@ -76,7 +81,7 @@ def _check(setting: Setting) -> None:
         raise InputError("tasks need lm-eval, which is not installed; run: pip install 'quantkit[tasks]'") from error
 
 
-def _load_model(model: str | Path, setting: Setting, on_item: Progress) -> Any:
+def _load_model(model: str | Path, setting: Setting, ranks: dict[str, Any], on_item: Progress) -> Any:
     """An lm-eval model."""
     if setting.backend == "reference":
         lm = _reference_model(model, setting.device, setting.dtype)
@@ -84,7 +89,7 @@ def _load_model(model: str | Path, setting: Setting, on_item: Progress) -> Any:
         from quantkit.eval.tasks.engine_model import EngineModel
         from quantkit.runtime.llm import LLM
 
-        lm = EngineModel(LLM(model, device=setting.device, dtype=setting.dtype), on_item=on_item)
+        lm = EngineModel(LLM(model, device=setting.device, dtype=setting.dtype, **ranks), on_item=on_item)
     if setting.chat_template and not lm.tokenizer.chat_template:
         raise InputError("this model's tokenizer has no chat template; run the tasks without --chat-template")
     return lm

@@ -207,6 +207,8 @@ def engine(
         model or shape or DEFAULT_SHAPE, _split(*formats), _numbers(batch), prompt_len, new_tokens, options, path
     )
     if as_json:
-        print_json({"rows": [row.to_dict() | {"stages_s": row.started.stages} for row in rows]})
+        print_json(
+            {"rows": [row.to_dict() | {"stages_s": row.started.stages, "idle": list(row.times.idle)} for row in rows]}
+        )
     else:
         print_rows(rows, path)

@@ -114,5 +114,21 @@ def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
         since = "" if first is None else f"; {first:.1f} s from process start to first token"
         memory = f"weights {human_bytes(row.started.weights)}, cache for {row.started.kv_tokens:,} tokens"
         click.echo(f"{started}: {memory}; ready in {row.started.ready:.1f} s ({stages}){since}")
+    for row in rows:
+        if row.times.idle:
+            click.echo(_describe_idle(row))
     if path:
         click.echo(f"appended to {path}")
+
+
+def _describe_idle(row: EngineRow) -> str:
+    """How long stages waited, beside what a pipeline that fills and drains once would."""
+    from quantkit.runtime.parallel.start import bubble
+
+    idle = row.times.idle
+    each = ", ".join(f"{share:.0%}" for share in idle)
+    steps = row.started.micro_batches
+    return (
+        f"batch {row.times.load.batch}: stages idle {sum(idle) / len(idle):.0%} of the time ({each}); "
+        f"{len(idle)} stages and {steps} micro-batches: (p-1)/(m+p-1) = {bubble(len(idle), steps):.0%}"
+    )

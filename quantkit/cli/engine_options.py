@@ -24,6 +24,22 @@ _ENGINE = (
         metavar="HOW",
         help="Guess tokens, verify several at once: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH.",
     ),
+    click.option(
+        "--tensor-parallel", default=1, show_default=True, metavar="N", help="GPUs among which every layer is divided."
+    ),
+    click.option(
+        "--pipeline-parallel",
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Stages of consecutive blocks, each on GPUs of its own.",
+    ),
+    click.option(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="Steps on their way through the stages at once; default: one for each stage.",
+    ),
     click.option("--memory-share", default=0.9, show_default=True, help="Of the GPU's memory that may be used."),
 )
 _SAMPLING = (

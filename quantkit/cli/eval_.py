@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _KL_WINDOWS = 8
 _WORST = 8  # linears printed; JSON has all
 _COUNT = click.IntRange(min=1)
+_RANKS = ("tensor_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
 
 
@@ -37,6 +38,10 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
               help="Round weights only, even where the format rounds activations too.")  # fmt: skip
 @click.option("--dtype", help="float32, bfloat16 or float16; default: float32, for the runtime on a GPU the model's.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--tensor-parallel", default=1, show_default=True, metavar="N",
+              help="Runtime: GPUs among which every layer is divided.")  # fmt: skip
+@click.option("--pipeline-parallel", default=1, show_default=True, metavar="N",
+              help="Runtime: stages of consecutive blocks, each on GPUs of its own.")  # fmt: skip
 @click.option("--tasks", metavar="NAMES", help="Run these lm-eval tasks instead, separated by commas.")
 @click.option("--limit", type=_COUNT, metavar="N", help="Tasks: the first N items of each.")
 @click.option("--fewshot", type=click.IntRange(min=0), metavar="N", help="Tasks: examples before each question.")
@@ -78,7 +83,8 @@ def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict
 
     device, backend = options["device"], options["backend"] or "runtime"
     dtype = options["dtype"] or ("bfloat16" if backend == "runtime" and device != "cpu" else "float32")
-    evaluate_tasks(model, tasks, **asked, device=device, dtype=dtype, backend=backend, as_json=as_json)
+    ranks = {name: options[name] for name in _RANKS}
+    evaluate_tasks(model, tasks, **asked, device=device, dtype=dtype, backend=backend, ranks=ranks, as_json=as_json)
 
 
 def _check_options(asked_of_tasks: dict[str, Any], base: str | None, options: dict[str, Any]) -> None:
@@ -91,6 +97,9 @@ def _check_options(asked_of_tasks: dict[str, Any], base: str | None, options: di
             raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")
     if options["step_tokens"] and options["backend"] != "runtime":
         raise click.UsageError("--step-tokens is about the runtime; add --backend runtime")
+    for name in _RANKS:
+        if options[name] > 1 and options["backend"] != "runtime":
+            raise click.UsageError(f"{_flag(name)} is about the runtime; add --backend runtime")
     if options["exact_activations"] and options["backend"] == "runtime":
         raise click.UsageError("--exact-activations needs --backend reference; the runtime rounds as the format says")
 
@@ -127,7 +136,7 @@ def _load(label: str, model: str, options: dict[str, Any]) -> Predictor:
     from quantkit.eval.quality.predictors import load_predictor
 
     activations = "exact" if options["exact_activations"] else "served"
-    how = {name: options[name] for name in ("backend", "window", "dtype", "device", "step_tokens")}
+    how = {name: options[name] for name in ("backend", "window", "dtype", "device", "step_tokens", *_RANKS)}
     with progress_bar(label) as advance:
         return load_predictor(model, **how, activations=activations, on_part=advance)
 

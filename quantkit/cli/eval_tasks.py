@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.cli.common import print_json, print_table, progress_bar
 
@@ -23,6 +23,7 @@ def evaluate_tasks(
     dtype: str,
     backend: str,
     as_json: bool,
+    ranks: dict[str, Any] | None = None,
 ) -> None:
     """Scores of lm-eval tasks, as a table or as JSON."""
     from quantkit.eval.tasks.run import run_tasks
@@ -38,6 +39,7 @@ def evaluate_tasks(
             device=device,
             dtype=dtype,
             backend=backend,
+            **(ranks or {}),
             on_item=advance,
         )
     if as_json:

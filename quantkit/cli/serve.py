@@ -10,7 +10,8 @@ import click
 from pydantic.fields import FieldInfo
 
 from quantkit.errors import InputError
-from quantkit.runtime.server.settings import FLAGS, ServerSettings, load_settings
+from quantkit.runtime.server.model_list import load_served
+from quantkit.runtime.server.settings import FLAGS, ServerSettings
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -50,28 +51,29 @@ def _help(field: FieldInfo) -> str:
     return f"{text}  [default: {shown}]"
 
 
-@click.command("serve", short_help="Serve a model over HTTP, as OpenAI's API.")
-@click.argument("model", required=False)
+@click.command("serve", short_help="Serve models over HTTP, as OpenAI's API.")
+@click.argument("models", nargs=-1, metavar="MODEL | NAME=MODEL...")
 @click.option("--config", metavar="FILE", help="YAML file with a key for each flag, such as `max_queue: 64`.")
 @_settings_options
-def command(model: str | None, config: str | None, **flags: Any) -> None:
-    """Serve MODEL over HTTP with OpenAI's API, until SIGTERM or Ctrl-C.
+def command(models: tuple[str, ...], config: str | None, **flags: Any) -> None:
+    """Serve MODEL, or several models with a name each, over HTTP with OpenAI's API, until SIGTERM or Ctrl-C.
 
     \b
     quantkit serve demo
     quantkit serve org/model --host 0.0.0.0 --api-keys-file keys.txt
     quantkit serve model-w4 --served-model-name small --kv-dtype fp8 --max-context 8192
+    quantkit serve small=model-w4 large=org/model --cache-split small=30,large=70
     quantkit serve --config server.yaml
 
     Flags win over the file, QUANTKIT_API_KEYS (keys, separated by commas) over its api_keys_file. The page at / shows
     what the server does; /metrics is for Prometheus. See docs/serving.md.
     """
     given = {name: list(value) or None if isinstance(value, tuple) else value for name, value in flags.items()}
-    settings = load_settings({"model": model, **given}, config)
+    served = load_served(models, given, config)
     try:
         from quantkit.runtime.server.serve import run
     except ModuleNotFoundError as error:
         raise InputError(f"the server needs the package '{error.name}'; run: pip install {error.name}") from error
-    code = run(settings)
+    code = run(served)
     if code:
         raise SystemExit(code)

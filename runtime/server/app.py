@@ -1,4 +1,4 @@
-"""The application: routes, limits and documentation around an engine that is ready.
+"""The application: routes, limits and documentation around engines that are ready.
 
 CORS -> LogMiddleware -> AccessMiddleware -> route -> Call -> engine
 """
@@ -6,7 +6,7 @@ CORS -> LogMiddleware -> AccessMiddleware -> route -> Call -> engine
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from quantkit.runtime.server.metrics import ServerMetrics
 from quantkit.runtime.server.page_routes import page_router
 from quantkit.runtime.server.prompts import Prompts
 from quantkit.runtime.server.request_log import LogMiddleware
+from quantkit.runtime.server.services import Services
 from quantkit.runtime.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -43,7 +44,32 @@ def create_app(
     *,
     shadow: ShadowWatch | None = None,
 ) -> FastAPI:
-    """An application for a client that was started. Without a tokenizer, nothing could become text."""
+    """An application for one client that was started."""
+    return create_app_of([make_service(settings, client, tokenizer, shadow)])
+
+
+def create_app_of(each: Sequence[Service]) -> FastAPI:
+    """An application for several models, whose settings agree on everything but the models."""
+    settings, services = each[0].settings, Services(each)
+    app = FastAPI(title="quantkit", version=package_version(), docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app.state.services = services
+    _add_middleware(app, settings, services)
+    install_error_handlers(app)
+    for router in (chat.router, completions.router, other_routes.router):
+        app.include_router(router)
+    if settings.page:
+        app.include_router(page_router(services))
+    _document(app, settings)
+    return app
+
+
+def make_service(
+    settings: ServerSettings,
+    client: EngineClient,
+    tokenizer: PreTrainedTokenizerBase | None,
+    shadow: ShadowWatch | None = None,
+) -> Service:
+    """One model, ready for requests. Without a tokenizer, nothing could become text."""
     if tokenizer is None:
         raise InputError(f"'{settings.model}' has no tokenizer, which a server needs; copy tokenizer.json there")
     assert client.info is not None, "the engine must be ready"
@@ -57,31 +83,22 @@ def create_app(
         shadow=lambda: None if shadow is None else asdict(shadow.numbers()),
     )
     queue = Queue(client.info.max_sequences, settings.max_queue)
-    service = Service(settings, client, Prompts(tokenizer), metrics, queue, names, int(time.time()), shadow)
-    app = FastAPI(title="quantkit", version=package_version(), docs_url=None, redoc_url=None, lifespan=_lifespan)
-    app.state.service = service
-    app.state.client, app.state.settings, app.state.tokenizer, app.state.metrics = client, settings, tokenizer, metrics
-    app.state.token_texts = TokenTexts(tokenizer)
-    _add_middleware(app, settings, metrics)
-    install_error_handlers(app)
-    for router in (chat.router, completions.router, other_routes.router):
-        app.include_router(router)
-    if settings.page:
-        app.include_router(page_router(settings, client, metrics))
-    _document(app, settings)
-    return app
+    return Service(
+        settings, client, Prompts(tokenizer), metrics, queue, names, int(time.time()), TokenTexts(tokenizer), shadow
+    )
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    app.state.service.prompts.close()
+    for service in app.state.services.each:
+        service.prompts.close()
 
 
-def _add_middleware(app: FastAPI, settings: ServerSettings, metrics: ServerMetrics) -> None:
+def _add_middleware(app: FastAPI, settings: ServerSettings, services: Services) -> None:
     """The one that is added last stands outermost."""
     app.add_middleware(AccessMiddleware, settings=settings)
-    app.add_middleware(LogMiddleware, metrics=metrics)
+    app.add_middleware(LogMiddleware, services=services)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -50,7 +50,7 @@ class ClientLeft(ApiError):
 
 @dataclass(frozen=True)
 class Service:
-    """What every handler needs."""
+    """What every handler needs to answer with one model."""
 
     settings: ServerSettings
     client: EngineClient
@@ -59,6 +59,7 @@ class Service:
     queue: Queue
     names: tuple[str, ...]  # of the model, as clients ask for it
     started: int  # when, as a Unix time
+    token_texts: TokenTexts
     shadow: ShadowWatch | None = None
 
     @property
@@ -73,15 +74,6 @@ class Service:
         info = self.info
         parts = (package_version(), info.model, info.format, info.device, info.dtype, info.kv_dtype)
         return "qk_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
-
-    def check_model(self, name: str | None) -> str:
-        """The name that an answer carries."""
-        if name is None:
-            return self.names[0]
-        if name not in self.names:
-            message = f"no model '{name[:100]}' here; this server has: {', '.join(self.names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name
 
 
 class Call:
@@ -176,8 +168,7 @@ class Call:
 
     @property
     def token_texts(self) -> TokenTexts:
-        texts: TokenTexts = self._request.app.state.token_texts
-        return texts
+        return self.service.token_texts
 
     def close(self, error: BaseException | None = None) -> None:
         """Gives back what is still held; once is enough, twice is harmless."""

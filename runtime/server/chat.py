@@ -14,6 +14,7 @@ from quantkit.runtime.server.protocol import ChatRequest
 from quantkit.runtime.server.protocol_answers import ChatCompletion, answer_or_stream
 from quantkit.runtime.server.protocol_sampling import chat_params, guide_of
 from quantkit.runtime.server.request_log import note
+from quantkit.runtime.server.services import service_for
 from quantkit.runtime.server.tool_plan import ToolPlan, plan_tools
 
 router = APIRouter(tags=["OpenAI"])
@@ -26,8 +27,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""
-    service: Service = request.app.state.service
-    model = service.check_model(body.model)
+    service, model = service_for(request, body.model)
     params = chat_params(body)
     note(request.scope, stream=bool(body.stream))
     call = Call(service, request, "chatcmpl", model, params.n)

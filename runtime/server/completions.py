@@ -18,6 +18,7 @@ from quantkit.runtime.server.protocol import CompletionRequest
 from quantkit.runtime.server.protocol_answers import Completion, answer_or_stream
 from quantkit.runtime.server.protocol_sampling import completion_params, guide_of
 from quantkit.runtime.server.request_log import note
+from quantkit.runtime.server.services import service_for
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -29,8 +30,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continues a text, or several."""
-    service: Service = request.app.state.service
-    model = service.check_model(body.model)
+    service, model = service_for(request, body.model)
     params = completion_params(body)
     given = _prompts(body.prompt)
     note(request.scope, stream=bool(body.stream))

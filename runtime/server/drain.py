@@ -35,9 +35,9 @@ class DrainGate:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Also the answer of /ready: nothing should be sent here any more."""
-        metrics = getattr(getattr(self._app, "state", None), "metrics", None)
-        if metrics is not None and scope["method"] == "POST":
-            metrics.request_refused(503)
+        services = getattr(getattr(self._app, "state", None), "services", None)
+        if services is not None and scope["method"] == "POST":
+            services.request_refused(503)
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
         error = ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
         await error.response()(scope, receive, send)

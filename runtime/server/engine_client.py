@@ -11,6 +11,7 @@ import contextlib
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -149,22 +150,18 @@ class EngineClient:
     async def _spawn(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "quantkit.runtime.server.worker",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+            self._process = await self._start_process(theirs)
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=messages.LARGEST)
         self._send({"serve": {"model": self._model, "options": self._options}})
         return reader
 
+    async def _start_process(self, connection: socket.socket) -> asyncio.subprocess.Process:
+        return await start_module("quantkit.runtime.server.worker", connection)
+
     async def _wait_until_ready(self, reader: asyncio.StreamReader) -> None:
         try:
             first = await messages.read_async(reader)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):  # the latter where it has not even read what to serve
             code = await self._process.wait() if self._process else None
             raise EngineDied(f"the engine process ended before it was ready (exit code {code})") from None
         if "failed" in first:
@@ -262,3 +259,12 @@ def _plain(message: Message) -> Message:
         pairs = list(wanted["params"]["logit_bias"].items())
         return {"add": wanted | {"params": wanted["params"] | {"logit_bias": pairs}}}
     return message
+
+
+async def start_module(
+    module: str, *connections: socket.socket, more: Sequence[str] = ()
+) -> asyncio.subprocess.Process:
+    """A Python process that inherits these connections; their numbers are its first arguments."""
+    numbers = [connection.fileno() for connection in connections]
+    command = [sys.executable, "-m", module, *map(str, numbers), *more]
+    return await asyncio.create_subprocess_exec(*command, pass_fds=numbers, stdin=asyncio.subprocess.DEVNULL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,21 @@ class EngineCollector(Collector):
             for name, value in numbers.items():
                 family.add_metric([self._model, name], value)
             yield family
+
+
+class Together(Collector):
+    """The families of several models, each name once: a reader takes a second one of the same name for a mistake."""
+
+    def __init__(self, each: Sequence[Collector | CollectorRegistry]) -> None:
+        self._each = each
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for one in self._each:
+            for family in one.collect():
+                known = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                known.samples = [*known.samples, *family.samples]
+        yield from found.values()
 
 
 class BothPrefixes(Collector):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from quantkit.runtime.server.engine_metrics import PREFIX, BothPrefixes, EngineCollector
+from quantkit.runtime.server.engine_metrics import PREFIX, BothPrefixes, EngineCollector, Together
 
 if TYPE_CHECKING:
     from quantkit.runtime.server.engine_client import EngineInfo, EngineStats
@@ -120,13 +120,13 @@ class ServerMetrics:
         self._answer.observe(generated_tokens)
         self._e2e.observe(seconds)
 
-    def request_refused(self, status: int) -> None:
-        """A request was answered with an error and never reached the engine."""
-        self._refused.labels(self._model, str(status)).inc()
+    def request_refused(self, status: int, *, model_known: bool = True) -> None:
+        """A request was answered with an error and never reached the engine; it may not have said which."""
+        self._refused.labels(self._model if model_known else "", str(status)).inc()
 
     def render(self) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""
-        return generate_latest(self._exposed), CONTENT_TYPE_PLAIN_0_0_4
+        return render_together([self])
 
     def snapshot(self) -> dict[str, Any]:
         """The newest numbers, for people; None where nothing was measured within the window."""
@@ -150,6 +150,12 @@ class ServerMetrics:
             found["tokens_per_step"] = round(1 + accepted / steps, 2) if steps else None
         shadow = self._engine.shadow()
         return found if shadow is None else found | {"shadow": shadow}
+
+
+def render_together(each: Sequence[ServerMetrics]) -> tuple[bytes, str]:
+    """The metrics of all models of a server."""
+    exposed = [one._exposed for one in each]
+    return generate_latest(exposed[0] if len(exposed) == 1 else Together(exposed)), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class _Rate:

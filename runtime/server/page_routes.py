@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, HTTPException
 from fastapi.responses import JSONResponse, Response
 
-from quantkit.runtime.server.calls import package_version
+from quantkit.runtime.server.calls import Service, package_version
 
 if TYPE_CHECKING:
-    from quantkit.runtime.server.engine_client import EngineClient
-    from quantkit.runtime.server.metrics import ServerMetrics
-    from quantkit.runtime.server.settings import ServerSettings
+    from quantkit.runtime.server.services import Services
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 _CONTENT_TYPES = {
@@ -38,7 +36,7 @@ _HEADERS = {
 }
 
 
-def page_router(settings: ServerSettings, client: EngineClient, metrics: ServerMetrics) -> APIRouter:
+def page_router(services: Services) -> APIRouter:
     """Routes of the page, for an application to include."""
     files = {path.name: path.read_bytes() for path in PAGE_FOLDER.iterdir() if path.suffix in _CONTENT_TYPES}
     router = APIRouter(include_in_schema=False)
@@ -48,8 +46,8 @@ def page_router(settings: ServerSettings, client: EngineClient, metrics: ServerM
         return _file("index.html", files["index.html"])
 
     @router.get("/page/status")
-    async def status() -> Response:
-        content = _status(settings, client, metrics)
+    async def status(model: str | None = None) -> Response:
+        content = _status(services, services.each[0] if model is None else services.find(model)[0])
         return JSONResponse(content, headers=_HEADERS | {"Cache-Control": "no-store"})
 
     @router.get("/page/{name}")
@@ -65,14 +63,15 @@ def _file(name: str, content: bytes) -> Response:
     return Response(content, media_type=_CONTENT_TYPES[Path(name).suffix], headers=_HEADERS)
 
 
-def _status(settings: ServerSettings, client: EngineClient, metrics: ServerMetrics) -> dict[str, Any]:
+def _status(services: Services, service: Service) -> dict[str, Any]:
     """What is served (null until that is known), and the newest numbers. No paths: whoever opens the page reads it."""
-    live = dict(metrics.snapshot())
-    name = settings.names[0]
+    live, client = dict(service.metrics.snapshot()), service.client
+    name = service.names[0]
     return {
         "info": None if client.info is None else asdict(client.info) | {"model": name},
         "live": live,
         "shadow": live.pop("shadow", None),
         "ready": client.ready,
+        "models": [one.names[0] for one in services.each],
         "version": package_version(),
     }

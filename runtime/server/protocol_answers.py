@@ -127,6 +127,7 @@ class DetokenizedText(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok"]
+    models: dict[str, Literal["ready", "down"]] | None = None  # only where the server has several
 
 
 class Version(BaseModel):

@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quantkit.runtime.server.logs import log_event
 
 if TYPE_CHECKING:
-    from quantkit.runtime.server.metrics import ServerMetrics
+    from quantkit.runtime.server.services import Services
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 _QUIET = ("/health", "/ready", "/metrics", "/page/")  # asked every few seconds
-_ACCEPTED = "accepted"
+_ACCEPTED, _ASKED = "accepted", "asked"
 
 
 def note(scope: Scope, **fields: Any) -> None:
@@ -34,10 +34,15 @@ def note_accepted(scope: Scope) -> None:
     note(scope, **{_ACCEPTED: True})
 
 
+def note_model(scope: Scope, name: str) -> None:
+    """Which model it asks for: whose number it is when it is refused later."""
+    note(scope, **{_ASKED: name})
+
+
 class LogMiddleware:
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
-        self._metrics = metrics
+        self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,9 +64,9 @@ class LogMiddleware:
 
     def _write(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         fields = dict(scope.get("state", {}).get("log", {}))
-        accepted = fields.pop(_ACCEPTED, False)
+        accepted, asked = fields.pop(_ACCEPTED, False), fields.pop(_ASKED, None)
         if status >= 400 and scope["method"] == "POST" and not accepted:
-            self._metrics.request_refused(status)
+            self._services.request_refused(status, asked)
         if status < 400 and scope["path"].startswith(_QUIET):
             return
         client = scope.get("client")

@@ -1,6 +1,6 @@
 """From settings to a server that answers, and to its end.
 
-    bind the port -> start the engine -> listen -> (SIGTERM or Ctrl-C) -> drain -> exit
+    bind the port -> plan the memory of several models -> start engines -> listen -> (signal) -> drain -> exit
 
 The port is bound before the model is loaded, so that a port in use is found at once, but nobody can connect before the
 engine is ready. While draining, the server still listens: new requests get 503 with Retry-After, accepted ones finish.
@@ -18,7 +18,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quantkit.runtime.server.drain import DrainGate
-    from quantkit.runtime.server.engine_client import EngineClient
-    from quantkit.runtime.server.shadow import ShadowWatch
+    from quantkit.runtime.server.memory_split import Share
+    from quantkit.runtime.server.served_model import ServedModel
 
 STILL_LOADING_SECONDS = 10.0  # between two lines that say so
-WATCH_SECONDS = 0.25  # between looks at the engine, for the log
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 of nginx: the side that opens connections should close them
 _LAST_WORDS_SECONDS = 1  # for connections that are still open when the time to drain is over
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
-def run(settings: ServerSettings) -> int:
-    """Serves until a signal comes; the exit code of the process."""
+def run(served: Sequence[ServerSettings]) -> int:
+    """Serves one model or several until a signal comes; the exit code of the process."""
+    settings = served[0]  # what is not about models is the same in all
     setup_logging(settings.log_level)
     _check_tls(settings)
     with _bind(settings.host, settings.port) as listener:
@@ -53,7 +53,7 @@ def run(settings: ServerSettings) -> int:
             _say(f"no API keys, and {settings.host} is no loopback address: whoever reaches it may ask", warn=True)
         factory = uvicorn.Config(_nothing, log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
-            return runner.run(_Serving(settings, listener).run())
+            return runner.run(_Serving(served, listener).run())
 
 
 class _Server(uvicorn.Server):
@@ -66,13 +66,12 @@ class _Server(uvicorn.Server):
 class _Serving:
     """One run of the server."""
 
-    def __init__(self, settings: ServerSettings, listener: socket.socket) -> None:
-        self._settings = settings
+    def __init__(self, served: Sequence[ServerSettings], listener: socket.socket) -> None:
+        self._served = list(served)
+        self._settings = served[0]
         self._listener = listener
         self._stopping = asyncio.Event()
-        self._client: EngineClient | None = None
-        self._reference: EngineClient | None = None
-        self._shadow: ShadowWatch | None = None
+        self._models: list[ServedModel] = []
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -83,10 +82,7 @@ class _Serving:
             if app is not None:
                 await self._listen(app)
         finally:
-            if self._shadow is not None:
-                await self._shadow.close()
-            if self._client is not None:
-                await self._client.close()
+            await self._close_models()
         log_event("stopped")
         return 0
 
@@ -95,10 +91,10 @@ class _Serving:
         if not self._stopping.is_set():
             self._stopping.set()
             return
-        for client in (self._client, self._reference):
-            if client is not None and client.pid is not None:
+        for model in self._models:
+            for pid in model.pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(client.pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     async def _until_stopped(self, work: Any) -> Any:
@@ -113,40 +109,63 @@ class _Serving:
         return None
 
     async def _load(self) -> ASGIApp:
-        """The application around an engine that is ready."""
-        settings, began = self._settings, time.monotonic()
-        folder = await asyncio.to_thread(model_folder, settings.model)  # wrong names are found before long imports
-        _say(f"loading {settings.model}")
-        telling = asyncio.ensure_future(_tell_that_it_loads(settings.model, began))
+        """The application around engines that are ready."""
+        began = time.monotonic()
+        folders = []
+        for settings in self._served:  # wrong names are found before long imports
+            folders.append(await asyncio.to_thread(model_folder, settings.model))
+            if settings.shadow is not None:
+                await asyncio.to_thread(model_folder, settings.shadow)
+        shares = await self._plan() if len(self._served) > 1 else {}
+        named = ", ".join(settings.model for settings in self._served)
+        _say(f"loading {named}")
+        telling = asyncio.ensure_future(_tell_that_it_loads(named, began))
         try:
             await asyncio.to_thread(_import_engine_client)
-            _, (create_app, tokenizer) = await asyncio.gather(
-                self._start_engines(), asyncio.to_thread(_application_parts, folder)
+            _, tokenizers = await asyncio.gather(
+                self._start_models(shares), asyncio.to_thread(_application_parts, folders)
             )
         finally:
             telling.cancel()
-        assert self._client is not None
-        assert self._client.info is not None
-        info = self._client.info
+        from quantkit.runtime.server.app import create_app_of, make_service
+
+        services = [
+            make_service(model.settings, model.client, tokenizer, model.shadow)
+            for model, tokenizer in zip(self._models, tokenizers, strict=True)
+        ]
+        for model in self._models:
+            self._say_ready(model, time.monotonic() - began)
+        return create_app_of(services)
+
+    async def _plan(self) -> dict[str, Share]:
+        """Several models divide the memory before the first of them is loaded; one takes what it finds."""
+        from quantkit.runtime.server.memory_split import as_table
+        from quantkit.runtime.server.planning import plan_engines, wanted_engines
+
+        shares = await plan_engines(wanted_engines(self._served))
+        print(as_table(shares), flush=True)
+        return {share.name: share for share in shares}
+
+    async def _start_models(self, shares: dict[str, Share]) -> None:
+        from quantkit.runtime.server.planning import shadow_name
+        from quantkit.runtime.server.served_model import ServedModel, start_models
+
+        for settings in self._served:
+            name = settings.names[0]
+            self._models.append(ServedModel(settings, shares.get(name), shares.get(shadow_name(name))))
+        await start_models(self._models)
+
+    def _say_ready(self, model: ServedModel, seconds: float) -> None:
+        info = model.client.info
+        assert info is not None
+        named = "" if len(self._models) == 1 else f"{model.name} is "
         _say(
-            f"ready after {time.monotonic() - began:.1f} s: {info.format} on {info.device}, "
+            f"{named}ready after {seconds:.1f} s: {info.format} on {info.device}, "
             f"contexts of {info.max_context} tokens, {info.kv_tokens} tokens in the cache"
         )
-        app: ASGIApp = create_app(settings, self._client, tokenizer, shadow=self._shadow)
-        return app
 
-    async def _start_engines(self) -> None:
-        """The reference goes first: its size is known, and the cache of the served model takes what is left."""
-        from quantkit.runtime.server.engine_client import EngineClient
-        from quantkit.runtime.server.shadow import ShadowWatch
-
-        settings = self._settings
-        self._client = EngineClient(settings.model, settings.engine_options)
-        if settings.shadow is not None:
-            self._reference = EngineClient(settings.shadow, settings.shadow_engine_options, guides=False)
-            self._shadow = ShadowWatch(self._client, self._reference, settings.shadow_rate)
-            await self._shadow.start()
-        await self._client.start()
+    async def _close_models(self) -> None:
+        await asyncio.gather(*(model.close() for model in self._models))
 
     async def _listen(self, app: ASGIApp) -> None:
         from quantkit.runtime.server.drain import DrainGate
@@ -168,37 +187,25 @@ class _Serving:
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
-            print(f"quantkit serves {settings.names[0]} at {self._url()}", flush=True)
-            watching = asyncio.ensure_future(self._watch_engine())
+            print(f"quantkit serves {', '.join(model.name for model in self._models)} at {self._url()}", flush=True)
+            watching = [asyncio.ensure_future(model.watch()) for model in self._models]
             await self._until_stopped(asyncio.shield(serving))
             await self._drain(gate)
-            watching.cancel()
+            for task in watching:
+                task.cancel()
         server.should_exit = True
         try:
             await serving
         except OSError as error:  # two servers that loaded at the same time; the port was free when this one began
             raise InputError(f"cannot listen on {self._url()}: {error.strerror or error}") from error
 
-    async def _watch_engine(self) -> None:
-        """Tells the log when the engine process died, and when another one answers."""
-        assert self._client is not None
-        known = 0
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            if self._client.restarts > known:
-                known = self._client.restarts
-                log_event("the engine process died; starting another one", level=logging.ERROR, restarts=known)
-                while not self._client.ready:
-                    await asyncio.sleep(WATCH_SECONDS)
-                log_event("the engine is ready again", pid=self._client.pid)
-
     async def _drain(self, gate: DrainGate) -> None:
         gate.draining = True
         log_event("draining", open_requests=gate.inside, drain_seconds=self._settings.drain_seconds)
         await _until_empty(gate, self._settings.drain_seconds)
-        if gate.inside and self._client is not None:
+        if gate.inside:
             log_event("the time to drain is over", level=logging.WARNING, cut_requests=gate.inside)
-            await self._client.close()  # tells everybody who still waits
+            await self._close_models()  # tells everybody who still waits
             await _until_empty(gate, _LAST_WORDS_SECONDS)
 
     def _url(self) -> str:
@@ -215,15 +222,15 @@ async def _until_empty(gate: DrainGate, seconds: float) -> None:
 
 def _import_engine_client() -> None:
     """Takes seconds (torch), so a thread does it: signals and lines about the loading go on meanwhile."""
-    import quantkit.runtime.server.engine_client  # noqa: F401
+    import quantkit.runtime.server.served_model  # noqa: F401
 
 
-def _application_parts(folder: Path) -> tuple[Callable[..., ASGIApp], PreTrainedTokenizerBase | None]:
-    """What the application needs besides the engine, loaded while the engine process starts."""
-    from quantkit.runtime.server.app import create_app
+def _application_parts(folders: Sequence[Path]) -> list[PreTrainedTokenizerBase | None]:
+    """What the application needs besides engines, loaded while the engine processes start."""
+    import quantkit.runtime.server.app  # noqa: F401
     from quantkit.runtime.startup import load_tokenizer
 
-    return create_app, load_tokenizer(folder)
+    return [load_tokenizer(folder) for folder in folders]
 
 
 async def _tell_that_it_loads(model: str, began: float) -> None:

@@ -37,9 +37,13 @@ ENGINE_OPTIONS = (
     "swap_gib",
     "share_prefixes",
     "warm_up",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "micro_batches",
     "speculative",
 )
 _ORIGIN = re.compile(r"https?://[^/\s]+|\*")
+_AMOUNT = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MUST_BE = {  # by pydantic's kind of error
     "bool_type": "true or false",
@@ -108,8 +112,18 @@ class ServerSettings(BaseModel):
     kv_dtype: Literal["auto", "fp8"] = Field("auto", description="Of the cache: as activations, or fp8.")
     kv_tokens: int | None = Field(None, ge=1, description="Tokens in the cache; default: what memory allows.")
     memory_share: float = Field(0.9, ge=0.05, le=0.98, description="Of the GPU's memory that may be used.")
+    cache_split: str | None = Field(
+        None, description="How several models divide what memory is left for caches, as a=60,b=40; default: evenly."
+    )
     swap_gib: float = Field(0.0, ge=0, lt=1e6, description="Host memory for requests that must give way; 0: none.")
     share_prefixes: bool = Field(True, description="Requests with the same beginning share its cache pages.")
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="GPUs among which every layer is divided.")
+    pipeline_parallel: int = Field(
+        1, ge=1, le=1024, description="Stages of consecutive blocks, each on GPUs of its own."
+    )
+    micro_batches: int | None = Field(
+        None, ge=1, description="Steps on their way through the stages at once; default: one for each stage."
+    )
     speculative: str | None = Field(
         None, min_length=1, description="Guess tokens: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH."
     )
@@ -139,6 +153,12 @@ class ServerSettings(BaseModel):
             raise ValueError("different names that are not empty")
         return names
 
+    @field_validator("cache_split")
+    @classmethod
+    def _parts(cls, split: str | None) -> str | None:
+        parse_parts(split or "")
+        return split
+
     @model_validator(mode="after")
     def _consistent(self) -> ServerSettings:
         if (self.tls_certfile is None) != (self.tls_keyfile is None):
@@ -166,6 +186,7 @@ class ServerSettings(BaseModel):
             "kv_tokens": None,
             "swap_gib": 0.0,
             "warm_up": False,
+            "micro_batches": None,
             "speculative": None,
         }
 
@@ -181,12 +202,21 @@ def load_settings(
     flags: Mapping[str, Any], config: str | Path | None = None, environment: Mapping[str, str] | None = None
 ) -> ServerSettings:
     """Settings from the flags that were given (None: not given), the environment and a file, in this order."""
+    return merge_settings(flags, read_config(config) if config is not None else {}, config, environment)
+
+
+def merge_settings(
+    flags: Mapping[str, Any],
+    from_file: Mapping[str, Any],
+    config: str | Path | None,
+    environment: Mapping[str, str] | None = None,
+) -> ServerSettings:
+    """As `load_settings`, with a file that was read before; `config` is what errors call it."""
     environment = os.environ if environment is None else environment
     given = {name: value for name, value in flags.items() if value is not None}
-    from_file = read_config(config) if config is not None else {}
     if "api_keys" in from_file:
         raise InputError(f"{config}: 'api_keys' cannot stand in this file; name a file of keys with 'api_keys_file'")
-    merged = from_file | given
+    merged = dict(from_file) | given
     if environment.get(KEYS_VARIABLE) and "api_keys_file" not in given:
         merged |= {"api_keys": parse_api_keys(environment[KEYS_VARIABLE]), "api_keys_file": None}
     if "model" not in merged:
@@ -195,6 +225,17 @@ def load_settings(
         return ServerSettings.model_validate(merged)
     except ValidationError as failure:
         raise InputError(_in_words(failure, given, config)) from None  # pydantic's own text repeats what was given
+
+
+def parse_parts(split: str) -> dict[str, float]:
+    """{"a": 60.0, "b": 40.0} of "a=60,b=40"."""
+    found: dict[str, float] = {}
+    for part in filter(None, split.split(",")):
+        name, _, amount = part.rpartition("=")
+        if not name.strip() or not _AMOUNT.fullmatch(amount.strip()) or not float(amount) or name.strip() in found:
+            raise ValueError("a number above 0 for each model, such as a=60,b=40")
+        found[name.strip()] = float(amount)
+    return found
 
 
 def _in_words(failure: ValidationError, flags: Mapping[str, Any], config: str | Path | None) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.engine import Delta, Engine, Request
 from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.messages import Message
@@ -67,6 +68,8 @@ class Worker:
                 self._names.pop(request.id, None)
                 self._engine.abort(request.id)
             self._send_stats()
+        elif "broken" in message:
+            self._engine.check()
 
     def _add(self, wanted: dict[str, Any]) -> None:
         try:
@@ -173,7 +176,8 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
     }
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, launcher: Launcher | None = None) -> None:
+    """Serves over a socket. `launcher` starts the other ranks of the engine, where not this machine does."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which may reach the whole group: the server decides when to end
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
@@ -187,15 +191,29 @@ def main(descriptor: int) -> None:
         return
     wanted = first["serve"]
     try:
-        engine = start_engine(wanted["model"], EngineOptions(**wanted["options"]), text=False)
+        engine = start_engine(wanted["model"], EngineOptions(**wanted["options"]), text=False, launcher=launcher)
+        engine.when_broken(lambda: inbox.put({"broken": True}))
         outbox.put({"ready": describe(engine, wanted["model"])})
     except QuantkitError as error:
         outbox.put({"failed": str(error), "code": error.exit_code})
     else:
-        Worker(engine, wanted["model"], outbox).run(inbox)
+        code = _serve(Worker(engine, wanted["model"], outbox), inbox)
+        engine.close()
+        if code:  # with what stands in the outbox: nobody takes the answers of half an engine
+            os._exit(code)
     outbox.put(None)
     writer.join(timeout=5)
     os._exit(0)  # threads of libraries may not want to end
+
+
+def _serve(worker: Worker, inbox: queue.Queue[Message | None]) -> int:
+    """Until the inbox brings None, or a rank dies: says why, and gives the exit code."""
+    try:
+        worker.run(inbox)
+    except QuantkitError as error:
+        print(f"quantkit: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
 
 
 def _read(connection: socket.socket, inbox: queue.Queue[Message | None]) -> None:

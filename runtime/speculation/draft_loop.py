@@ -3,6 +3,9 @@
 Every sequence begins with its last two known tokens: the draft has read the first of them already, unless it was the
 last guess of a draft that held, which nobody read. So the loop has the same kernels whatever was accepted before. A
 sequence whose draft is shorter than the loop goes on guessing into the padding page.
+
+The loop can be queued behind a step of the target before the host has seen what that step accepted (`run_behind`): the
+device knows the last two tokens and their positions. Then it never waits for the host.
 """
 
 from __future__ import annotations
@@ -18,21 +21,32 @@ from quantkit.runtime.graphs import DRAFT_LENGTHS, graph_sizes, timed_capture
 from quantkit.runtime.model import Batch, Decoder, KvCache
 from quantkit.runtime.ops import Ops
 from quantkit.runtime.places import Places
+from quantkit.runtime.runner import StepRows
 from quantkit.runtime.sampler import Settings
 
 MOST_ROWS = 128  # sequences; with more, guessing does not pay
-_NUMBERS = 5  # of every sequence: two ids, position, place, length
+_NUMBERS = 6  # of every sequence: two ids, position, place, length, room
 
 
 @dataclass(frozen=True)
 class LoopInputs:
-    """Of every sequence: its last two tokens, the position of the last, its place, how many guesses it wants."""
+    """Of every sequence: its last two tokens, the position of the last, its place, how many guesses it wants, and how
+    many tokens its pages hold."""
 
     ids: list[tuple[int, ...]]
     positions: list[int]
     places: list[int]
     lengths: list[int]
+    rooms: list[int]
     settings: Settings | None = None  # None: all are greedy
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Of every sequence of a loop behind a step: its first row there, and how many guesses were verified."""
+
+    rows: list[int]
+    guesses: list[int]
 
 
 @dataclass(frozen=True)
@@ -65,21 +79,43 @@ class DraftLoop:
     def run(self, inputs: LoopInputs) -> tuple[Tensor, Tensor | None]:
         """Guesses [sequences, most], which are in the sequences' places too; and the logits [most, sequences, vocab]
         that they were drawn from, unless all are greedy. Valid until the next call."""
+        logits = self._run(inputs, None)
+        return self._guesses(inputs.places, max(inputs.lengths)), logits
+
+    def run_behind(self, step: StepRows, behind: Behind, coins: list[bool], inputs: LoopInputs) -> Tensor | None:
+        """The same behind a step that was launched; ids and positions of the inputs are found there. The logits."""
+        count = max(behind.guesses)
+        numbers = self._places.to_device([*behind.rows, *behind.guesses, *coins])
+        rows, guesses, tossed = numbers.split([len(behind.rows), len(behind.rows), len(coins)])
+        ahead = torch.arange(count + 1, device=rows.device)
+        at = rows[:, None] + torch.minimum(ahead, guesses[:, None])
+        given, sampled = step.ids[at], step.sampled[at]
+        right = tossed[at[:, 1:]].bool() if coins else sampled[:, :-1] == given[:, 1:]
+        accepted = (right & (ahead[:-1] < guesses[:, None])).int().cumprod(1).sum(1)
+        last = torch.stack([given, sampled]).gather(2, accepted.expand(2, -1)[:, :, None])[:, :, 0]
+        reach = self._places.page_table.shape[1] * self._cache.page_size
+        position = (step.positions[rows] + accepted + 1).clamp(max=reach - 1)
+        return self._run(inputs, torch.cat([last, position[None]]))
+
+    def _run(self, inputs: LoopInputs, found: Tensor | None) -> Tensor | None:
+        """Numbers that only the device knows, `found`, take the place of the first ones."""
         rows, guesses = len(inputs.places), max(inputs.lengths)
         if not self.sizes or rows > self.sizes[-1]:
-            columns = self._places.to_device(_numbers(inputs, rows, self._places.padding)).view(_NUMBERS, -1)
-            logits = self._guess(columns[:, :rows], guesses, inputs.settings)
-            return self._guesses(inputs.places, guesses), logits
+            columns = self._places.to_device(_numbers(inputs, rows, self._places.padding)).view(_NUMBERS, -1)[:, :rows]
+            if found is not None:
+                columns[: len(found)] = found
+            return self._guess(columns, guesses, inputs.settings)
         key = self.prepare(rows, guesses, inputs.settings is not None)
         host = torch.tensor(_numbers(inputs, key.rows, self._places.padding), dtype=torch.int64).pin_memory()
         self._numbers[: len(host)].copy_(host, non_blocking=True)
+        if found is not None:
+            self._numbers[: len(host)].view(_NUMBERS, -1)[: len(found), :rows] = found
         if inputs.settings is not None:
             for field in fields(Settings):
                 getattr(self._settings, field.name)[:rows].copy_(getattr(inputs.settings, field.name))
         captured = self._graphs[key]
         captured.graph.replay()
-        logits = None if captured.logits is None else captured.logits[:, :rows]
-        return self._guesses(inputs.places, guesses), logits
+        return None if captured.logits is None else captured.logits[:, :rows]
 
     def prepare(self, rows: int, guesses: int, drawn: bool) -> _Key:
         """The padded sizes, whose graph is there afterwards."""
@@ -91,7 +127,7 @@ class DraftLoop:
 
     @torch.inference_mode()
     def _capture(self, key: _Key) -> None:
-        padding = LoopInputs([], [], [], [])
+        padding = LoopInputs([], [], [], [], [])
         self._numbers[: _NUMBERS * (key.rows + key.rows % 2)].copy_(
             self._places.to_device(_numbers(padding, key.rows, self._places.padding))
         )
@@ -114,11 +150,13 @@ class DraftLoop:
 
     def _guess(self, columns: Tensor, guesses: int, settings: Settings | None) -> Tensor | None:
         """The loop, on the device alone."""
-        *ids, positions, places, lengths = columns.unbind()
+        *ids, positions, places, lengths, rooms = columns.unbind()
+        lengths = torch.minimum(lengths, (rooms - positions).clamp(min=0))
         table = self._places.page_table[places]
         steps = torch.arange(len(places) + 1, dtype=torch.int32, device=places.device)
         both = torch.stack([positions - 1, positions], 1)
-        first = self._batch(torch.stack(ids, 1), both, table, self._slots(table, both), 2 * steps, 2)
+        slots = torch.where(both < rooms[:, None], self._slots(table, both), 0)
+        first = self._batch(torch.stack(ids, 1), both, table, slots, 2 * steps, 2)
         hidden = self._decoder.hidden_states(first, self._cache)[1::2]
         tokens, kept = positions, []
         for ahead in range(guesses):
@@ -161,7 +199,7 @@ def _numbers(inputs: LoopInputs, rows: int, nobody: int) -> list[int]:
     missing = rows - len(inputs.places)
     firsts, lasts = ([ids[number] for ids in inputs.ids] + [0] * missing for number in (0, 1))
     columns = [firsts, lasts, inputs.positions + [1] * missing, inputs.places + [nobody] * missing,
-               inputs.lengths + [0] * missing]  # fmt: skip
+               inputs.lengths + [0] * missing, inputs.rooms + [0] * missing]  # fmt: skip
     return [number for column in columns for number in (*column, *[0] * (rows % 2))]
 
 

@@ -21,6 +21,8 @@ from quantkit.runtime.step_plan import StepPlan, guess_in_place
 
 
 class MedusaDrafter:
+    early = False
+
     def __init__(self, heads: MedusaHeads, decoder: Decoder, places: Places, most: int) -> None:
         """The first `most` nodes of the heads' tree; it is a chain where the model's attention has windows."""
         self._heads = heads
@@ -34,7 +36,8 @@ class MedusaDrafter:
         self._hidden = torch.zeros(
             places.count + 1, decoder.config.hidden, dtype=decoder.weights.embedding.dtype, device=places.device
         )
-        self._known: dict[int, tuple[int, int]] = {}  # sequence -> its place and stay when its hidden state was left
+        # sequence -> its place, its stay and its length when its hidden state was left
+        self._known: dict[int, tuple[int, int, int]] = {}
 
     @property
     def most(self) -> int:
@@ -45,7 +48,7 @@ class MedusaDrafter:
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
         """Room for so many; `complete` fills it."""
-        if self._known.get(sequence.id) != (sequence.slot, sequence.preempted):
+        if self._known.get(sequence.id) != (sequence.slot, sequence.preempted, len(sequence.tokens)):
             return []
         return [guess_in_place(number) for number in range(min(most, self.most))]
 
@@ -79,6 +82,9 @@ class MedusaDrafter:
         """What each head likes most, as far as there are heads; guesses behind them are whatever was there."""
         return best[:, :, 0].T
 
+    def follow(self, launched: Launched) -> None:
+        """The heads are quick; they wait for the host."""
+
     @torch.inference_mode()
     def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
         """The hidden states that the last tokens were sampled from. Call before tokens become known."""
@@ -91,7 +97,8 @@ class MedusaDrafter:
             if sequence.slot >= 0:
                 rows.append(row + (1 + outcome.path[-1] if outcome.path else 0))
                 places.append(sequence.slot)
-                self._known[sequence.id] = sequence.slot, sequence.preempted
+                length = len(sequence.tokens) + len(outcome.tokens)
+                self._known[sequence.id] = sequence.slot, sequence.preempted, length
             row += len(outcome.share.draft) + 1
         if rows:
             both = self._places.to_device(rows + places)

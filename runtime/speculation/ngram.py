@@ -32,6 +32,7 @@ class _Index:
 
 class NgramDrafter:
     tree: tuple[int, ...] = ()
+    early = False
 
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
@@ -50,7 +51,10 @@ class NgramDrafter:
         return []
 
     def complete(self, plan: StepPlan) -> None:
-        """Everything was guessed before."""
+        """Everything was guessed before, by the host."""
+
+    def follow(self, launched: Launched) -> None:
+        """The host must see tokens to look them up."""
 
     def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
         """Tokens are enough."""

@@ -17,8 +17,11 @@ from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculation.costs import Costs
 
 _GAIN = 1.02  # that guessing must promise; less is noise
-_PROBE = 128  # plain steps after which guesses are tried again, where they could pay
-_TRIED = 4  # drafts that are then verified, one guess each
+_PROBE = 128  # plain steps, at least, after which guesses are tried again, where they could pay
+_LONGEST_PAUSE = 1024
+_PRICE = 0.01  # of the time, at most, that such trials take
+_TRIED = 3  # drafts of each sequence that are then verified
+_LOOK = 8  # plain steps from one look at the costs to the next
 _HOPE = 0.9  # the acceptance with which they could
 _FADING = 0.95  # per step: what happened 60 steps ago counts one twentieth
 
@@ -56,6 +59,7 @@ class Policy:
         self._everybody = _Record()
         self._records: dict[int, _Record] = {}
         self._plain_steps = 0
+        self._quiet = 0  # of these, until costs are looked at again
         self._to_try = 0  # drafts, though they did not pay lately
 
     def lengths(self, answering: list[Sequence]) -> dict[int, int]:
@@ -64,14 +68,19 @@ class Policy:
             return {}
         if not self._adaptive:
             return {sequence.id: self.most for sequence in answering}
+        if self._quiet and self._to_try == 0:
+            self._quiet -= 1
+            self._plain_steps += 1
+            return {}
         records = [self._record(sequence) for sequence in answering]
         best = self._best(len(answering), records)
-        if best == 0 and self._plain_steps >= _PROBE:
+        if best == 0 and self._plain_steps >= self._pause(len(answering)):
             hope = [replace(record, right=_HOPE, tested=1.0, offered=1.0) for record in records]
-            self._to_try = _TRIED if self._best(len(answering), hope) else 0
+            self._to_try = _TRIED * len(answering) if self._best(len(answering), hope) else 0
             self._plain_steps = 0
         if best == 0 and self._to_try == 0:
             self._plain_steps += 1
+            self._quiet = _LOOK - 1 if self.costs.estimate(len(answering), 0) is not None else 0
             return {}
         best = best or 1
         return {one.id: self._own(record, best, len(answering)) for one, record in zip(answering, records, strict=True)}
@@ -105,6 +114,13 @@ class Policy:
             if tokens / seconds > rate:
                 best, rate = guesses, tokens / seconds
         return best
+
+    def _pause(self, sequences: int) -> float:
+        """Plain steps from one trial to the next."""
+        plain, tried = self.costs.estimate(sequences, 0), self.costs.estimate(sequences, 1)
+        if not plain or tried is None:
+            return _PROBE
+        return min(max(_PROBE, _TRIED * (tried / plain - 1) / _PRICE), _LONGEST_PAUSE)
 
     def _own(self, record: _Record, most: int, sequences: int) -> int:
         """The part of a draft that pays for its rows; a first guess always keeps the record fresh."""

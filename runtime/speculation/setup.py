@@ -84,14 +84,17 @@ def make_speculation(
         rows = _TREE_ROWS // (config.heads // config.kv_heads)
         guesser = MedusaDrafter(heads, runner.decoder, runner.places, min(asked.most, rows - 1))
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
-        return Speculation(guesser, Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree)))
+        policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
+        return Speculation(guesser, policy, overlaps=options.overlaps)
     if draft is not None:
         drafter = make_drafter(draft)
+        drafter.early = options.overlaps
         costs = Costs(seconds, drafter.loop.seconds)
-        return Speculation(drafter, Policy(asked.most, costs, asked.adaptive))
+        return Speculation(drafter, Policy(asked.most, costs, asked.adaptive), overlaps=options.overlaps)
     if asked.kind != "ngram":
         raise InputError(f"speculative is '{options.speculative}', but a shape has no such draft; use ngram")
-    return Speculation(NgramDrafter(), Policy(asked.most, Costs(seconds, draft_share=0.0), asked.adaptive))
+    policy = Policy(asked.most, Costs(seconds, draft_share=0.0), asked.adaptive)
+    return Speculation(NgramDrafter(), policy, overlaps=options.overlaps)
 
 
 def check_draft_context(draft: DraftModel | None, max_context: int) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.graphs import Key, StepGraphs
-from quantkit.runtime.runner import Launched, Outcome, is_right
+from quantkit.runtime.runner import Launched, Outcome
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculation.costs import Costs
 from quantkit.runtime.speculation.policy import Policy
@@ -38,6 +38,7 @@ class Drafter(Protocol):
     """Where guesses come from."""
 
     tree: tuple[int, ...]  # the parents of guesses that are a tree (`Share`); empty where they follow each other
+    early: bool  # whether guesses for the next step are made before the host knows what this one brought
 
     def prepare(self, sequences: int, guesses: int) -> None:
         """What a step of this size would wait for the first time."""
@@ -49,8 +50,11 @@ class Drafter(Protocol):
         """The step as it is planned, when pages are where they belong: guesses may be made now, in drafts of the same
         length."""
 
+    def follow(self, launched: Launched) -> None:
+        """The step is on its way: guesses for the next one may be queued behind it."""
+
     def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
-        """What a step computed, when its results are there."""
+        """What a step computed, when its results are there and guesses pay."""
 
     def see(self, outcome: Outcome) -> None:
         """How a sequence's guesses did, before its tokens become known."""
@@ -96,13 +100,16 @@ class SpeculativeOptions:
 class Speculation:
     """Guesses for those who answer, and how good they were. Without a drafter, nobody speculates."""
 
-    def __init__(self, drafter: Drafter | None = None, policy: Policy | None = None) -> None:
+    def __init__(self, drafter: Drafter | None = None, policy: Policy | None = None, *, overlaps: bool = False) -> None:
+        """`overlaps`: plain steps are launched before the one in front has ended."""
+        self._overlaps = overlaps
         self._drafter = drafter
         self._policy = policy or Policy(0, Costs())
         self._active = drafter is not None  # whether guesses pay now
-        self._begun: deque[float] = deque()  # when the steps in flight began
+        self._begun: deque[tuple[float, bool]] = deque()  # when the steps in flight began; behind another in flight
         self._ended = 0.0  # when the last step was seen
-        self.accepts: Callable[[int, int], bool] = is_right
+        self._last: set[int] = set()  # sequences in it
+        self._coin: Callable[[], bool] | None = None  # for benchmarks
         self.steps = 0  # in which a draft was verified, counted for each sequence
         self.guessed = 0  # tokens
         self.accepted = 0  # of these
@@ -115,13 +122,16 @@ class Speculation:
     def force_acceptance(self, rate: float, seed: int = 0) -> None:
         """For benchmarks: every guess counts as right with this probability. Answers are not the model's then."""
         dice = Random(seed)
-        self.accepts = lambda sampled, guessed: dice.random() < rate
+        self._coin = lambda: dice.random() < rate
+
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of guesses that a step may have."""
+        return self._policy.candidates if self._drafter is not None else []
 
     def loads(self, sequences: int) -> list[tuple[int, int]]:
         """Sizes of steps, sequences and guesses, that may come where so many sequences run."""
-        if self._drafter is None:
-            return []
-        return [(size, guesses) for size in _PREPARED if size <= sequences for guesses in self._policy.candidates]
+        return [(size, guesses) for size in _PREPARED if size <= sequences for guesses in self.lengths]
 
     def prepare(self, graphs: StepGraphs, sequences: int, guesses: int) -> None:
         """Captures what a step of this size needs."""
@@ -149,26 +159,44 @@ class Speculation:
             sequence.draft, sequence.tree = [], self._drafter.tree
             left = sequence.max_new - len(sequence.answer) - 1  # the token behind the draft is one too
             most = min(lengths.get(sequence.id, 0), left)
-            if most > 0 and not sequence.must_wait:
+            if sequence.must_wait:  # pages that a step on its way asked for stay
+                continue
+            if most > 0:
                 sequence.draft = self._drafter.guess(sequence, most)
+            sequence.ahead = len(sequence.draft) if self._drafter.early else 0
 
     def begin(self, plan: StepPlan) -> None:
         """The step as it is planned, before it is launched."""
-        if self._drafter is not None:
-            self._begun.append(time.perf_counter())
-            self._drafter.complete(plan)
+        if self._drafter is None:
+            return
+        # Somebody who was in the last step did not end, so the engine was never idle: what the host did counts too.
+        goes_on = any(share.sequence.id in self._last for share in plan.shares)
+        self._begun.append((self._ended if goes_on else time.perf_counter(), bool(self._begun)))
+        self._drafter.complete(plan)
+        if self._coin is not None:
+            rows = sum(1 + len(share.draft) for share in plan.shares if share.samples)
+            plan.coins.extend(self._coin() for _ in range(rows))
+
+    def follow(self, launched: Launched) -> None:
+        """The step was launched, and nobody has looked at its results."""
+        if self._drafter is not None and self._drafter.early:
+            self._drafter.follow(launched)
 
     def end(self, launched: Launched, outcomes: list[Outcome]) -> None:
         """The results of a step are there; its tokens are not known yet."""
         if self._drafter is None:
             return
         now = time.perf_counter()
-        seconds = now - max(self._begun.popleft(), self._ended)
+        begun, overlapped = self._begun.popleft()
+        seconds = now - max(begun, self._ended)
         self._ended, plan = now, launched.plan
-        self._drafter.learn(launched, outcomes)
+        self._last = {share.sequence.id for share in plan.shares}
+        if self._active:
+            self._drafter.learn(launched, outcomes)
         if plan.answers_only:
             guesses = max(len(share.draft) for share in plan.shares)
-            self._policy.costs.observe(len(plan.shares), guesses, seconds)
+            if guesses or overlapped or not self._overlaps:  # a plain step that did not overlap is not a typical one
+                self._policy.costs.observe(len(plan.shares), guesses, seconds)
             plain = self._policy.costs.estimate(len(plan.shares), 0)
             if guesses and plain is not None:
                 tokens = sum(len(outcome.tokens) for outcome in outcomes)

@@ -64,6 +64,7 @@ class Guesser:
     """Drafts that are right half of the time, and as long as asked for or shorter."""
 
     tree: tuple[int, ...] = ()
+    early = True
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
         random = Random(len(sequence.tokens) * 31 + sequence.seed)
@@ -71,6 +72,9 @@ class Guesser:
         return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right]
 
     def complete(self, plan: StepPlan) -> None:
+        pass
+
+    def follow(self, launched: Any) -> None:
         pass
 
     def learn(self, launched: Any, outcomes: list[Outcome]) -> None:
@@ -123,7 +127,7 @@ class PaperRunner:
             plan=plan, samples=samples, prompts={share.sequence.id: numbered(share) for share in asked}
         )
 
-    def collect(self, launched: Any, accepts: Any) -> list[Outcome]:
+    def collect(self, launched: Any) -> list[Outcome]:
         for outcome in launched.samples:
             self.guessed.pop(outcome.share.sequence.id, None)
         return list(launched.samples)

@@ -69,6 +69,38 @@ def test_a_trial_waits_until_somebody_can_guess() -> None:
     assert policy.lengths(running) == {}
 
 
+def test_a_step_that_captured_a_graph_says_nothing() -> None:
+    graphs = {(1, 1): 0.002}
+    costs = Costs(graphs)
+    costs.observe(1, 1, 0.004)  # the first of its kind
+    graphs[1, 2] = 0.002
+    costs.observe(1, 1, 0.5)
+    costs.observe(1, 1, 0.003)
+    assert costs.estimate(1, 1) == pytest.approx(0.003)
+
+
+def test_trials_take_one_percent_of_the_time() -> None:
+    """Good guesses would pay for a step that takes 1.75 times as long; what bad ones cost is spread over many."""
+    costs = Costs()
+    for _ in range(2):
+        costs.observe(8, 0, 0.002)
+        costs.observe(8, 1, 0.0035)
+    running = sequences(8)
+    policy = Policy(1, costs)
+    found = settled(policy, running, 0.1, 3000)[200:]
+    tried = sum(bool(lengths) for lengths in found)
+    assert 0 < tried * 0.75 < 0.012 * len(found)
+
+
+def test_a_small_model_whose_steps_wait_for_the_host_is_guessed_for() -> None:
+    """A plain step takes 1.2 ms, its graph 0.3: a line from one to the other would say that five tokens take many."""
+    costs = Costs({(size, 1): 0.0003 for size in (1, 2, 4, 8)}, {(8, 1): 0.0002})
+    for _ in range(2):
+        costs.observe(8, 0, 0.0012)
+    assert costs.estimate(8, 4) == pytest.approx(0.0012 + 4 * 0.0002)
+    assert Policy(4, costs).lengths(sequences(8))
+
+
 def test_a_large_batch_is_not_guessed_for() -> None:
     found = settled(Policy(8, memory_bound()), sequences(128), 0.8, 300)
     assert not any(found)

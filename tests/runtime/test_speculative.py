@@ -17,6 +17,7 @@ from quantkit.runtime.engine import Engine, Request
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.speculation.draft_loop import DraftLoop
 from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.speculation.speculation import SpeculativeOptions
 from quantkit.sources import model_folder
@@ -125,6 +126,30 @@ def test_fewer_steps(how: str) -> None:
     if how == "draft=demo":  # the model itself guesses right, always
         assert guessed.engine.speculation.accepted == guessed.engine.speculation.guessed
         assert guessed.engine.steps <= plain.engine.steps / 5 + 2
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_guesses_behind_a_step_are_as_good_as_those_that_wait_for_it(
+    sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model itself guesses. Pages end in the midst of drafts, answers end at different moments."""
+    loops = {"run": 0, "run_behind": 0}
+    for name in loops:
+        plain = getattr(DraftLoop, name)
+
+        def counted(*given: Any, name: str = name, plain: Any = plain) -> Any:
+            loops[name] += 1
+            return plain(*given)
+
+        monkeypatch.setattr(DraftLoop, name, counted)
+    llm = engine_of(speculative="draft=demo,k=5,adaptive=off", overlap=True)
+    temperature = {"temperature": 1.0, "top_p": 0.9} if sampled else {}
+    params = [SamplingParams(max_tokens=60 + number, ignore_eos=True, **temperature) for number in range(4)]
+    llm.generate(prompts()[:4], params)
+    seen = llm.engine.speculation
+    assert seen.accepted == seen.guessed > 150
+    assert loops["run_behind"] > 8
+    assert loops["run"] < loops["run_behind"] / 2
 
 
 def test_a_draft_of_the_model_itself_guesses_what_is_sampled() -> None:

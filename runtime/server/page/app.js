@@ -2,21 +2,24 @@
 
 import { Controls } from "./controls.js";
 import { Conversation } from "./conversation.js";
+import { ModelChoice } from "./models.js";
 import { Status } from "./status.js";
 
 const byId = (id) => document.getElementById(id);
 const message = byId("message");
 
 const controls = new Controls();
+const models = new ModelChoice(() => status.restart());
 const conversation = new Conversation(
-  () => ({ request: controls.request(), first: controls.firstMessages(), key: controls.key }),
+  () => ({ request: { ...controls.request(), ...models.request() }, first: controls.firstMessages(), key: controls.key }),
   (busy) => {
     byId("send").hidden = busy;
     byId("stop-button").hidden = !busy;
   },
 );
-new Status(
+const status = new Status(
   () => controls.key,
+  models,
   (info) => {
     byId("empty-model").textContent = info.model;
     document.title = `${info.model} · quantkit`;

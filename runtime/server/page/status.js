@@ -87,11 +87,18 @@ export class Status {
   #speeds = [];
   #served = "";
 
-  constructor(key, onInfo) {
+  constructor(key, models, onInfo) {
     this.key = key;
+    this.models = models;
     this.onInfo = onInfo;
     this.#loop();
     document.addEventListener("visibilitychange", () => document.hidden || this.#ask());
+  }
+
+  /** Another model was chosen: the line of speeds is not its own. */
+  restart() {
+    this.#speeds = [];
+    this.#ask();
   }
 
   async #loop() {
@@ -104,8 +111,11 @@ export class Status {
   async #ask() {
     try {
       const headers = this.key() ? { Authorization: `Bearer ${this.key()}` } : {};
-      const response = await fetch("/page/status", { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
-      if (response.ok) this.#draw(await response.json());
+      const asked = this.models.query();
+      const response = await fetch(`/page/status${asked}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+      const found = response.ok ? await response.json() : null;
+      if (asked !== this.models.query()) return; // chosen meanwhile, and asked for again
+      if (found) this.#draw(found);
       else this.#state("bad", response.status === 401 ? "needs an API key" : `status ${response.status}`);
     } catch {
       this.#state("bad", "server not reachable");
@@ -118,7 +128,8 @@ export class Status {
     if (kind === "bad") for (const id of MOMENTARY) setText(id, "–"); // the last ones are no longer true
   }
 
-  #draw({ info, live, shadow, ready, version }) {
+  #draw({ info, live, shadow, ready, models, version }) {
+    this.models.offer(models);
     if (!info) return this.#state("wait", "engine is starting");
     const summary = [info.model, info.format, info.device].join(" · ");
     if (ready === false) this.#state("wait", "engine is restarting");

@@ -1,24 +1,33 @@
-"""Real servers with the bundled model, on free ports: one event loop in a thread, real engine processes.
+"""Real servers with the bundled model, on free ports: one event loop in a thread, real engine processes; or, for what
+concerns the whole program, `quantkit serve` as a process.
 
 Servers that differ only in what the API does (keys, limits, names) share an engine; other engine options start another.
 """
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import IO, Any
 
 import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from quantkit.runtime.server.app import create_app
+from quantkit.runtime.server.app import create_app_of, make_service
 from quantkit.runtime.server.engine_client import EngineClient, EngineStats
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.runtime.startup import load_tokenizer
@@ -26,6 +35,7 @@ from quantkit.sources import model_folder
 
 SMALL: dict[str, Any] = {"model": "demo", "device": "cpu", "max_context": 512, "kv_tokens": 4096}
 KEY = "test-key-0123456789"
+PATIENCE = 60.0  # seconds; a busy machine with two cores loads slowly
 
 
 @dataclass(frozen=True)
@@ -95,13 +105,10 @@ class _Thread:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
 
-    async def start(self, settings: ServerSettings) -> LiveServer:
-        options = settings.engine_options
-        engine = self._engines.get(repr(options))
-        if engine is None:
-            engine = self._engines[repr(options)] = EngineClient(settings.model, options)
-            await engine.start()
-        app = create_app(settings, engine, self._tokenizer)
+    async def start(self, *each: ServerSettings) -> LiveServer:
+        engines = [await self._engine(settings) for settings in each]
+        pairs = zip(each, engines, strict=True)
+        app = create_app_of([make_service(settings, engine, self._tokenizer) for settings, engine in pairs])
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=3
         )
@@ -110,7 +117,14 @@ class _Thread:
         while not server.started:
             await asyncio.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
-        return LiveServer(f"http://127.0.0.1:{port}", app, engine)
+        return LiveServer(f"http://127.0.0.1:{port}", app, engines[0])
+
+    async def _engine(self, settings: ServerSettings) -> EngineClient:
+        wanted = repr((settings.model, settings.engine_options))
+        if wanted not in self._engines:
+            self._engines[wanted] = EngineClient(settings.model, settings.engine_options)
+            await self._engines[wanted].start()
+        return self._engines[wanted]
 
     async def _close(self) -> None:
         for server, _ in self._servers:
@@ -127,10 +141,18 @@ class _Thread:
 
 @pytest.fixture(scope="session")
 def start_server() -> Iterator[Callable[..., LiveServer]]:
-    """`start_server(**settings)`: another server with the bundled model; fields of `ServerSettings` as keywords."""
+    """`start_server(**settings)`: another server with the bundled model; fields of `ServerSettings` as keywords.
+
+    `also`, of the same kind, is a second model of that server, which must have the same tokenizer.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # engine processes inherit it; tests share the machine
     thread = _Thread()
-    yield lambda **settings: thread.run(thread.start(ServerSettings(**SMALL | settings)))
+
+    def start(also: dict[str, Any] | None = None, **settings: Any) -> Any:
+        each = [settings] if also is None else [settings, also]
+        return thread.run(thread.start(*(ServerSettings(**SMALL | one) for one in each)))
+
+    yield start
     thread.close()
 
 
@@ -139,3 +161,100 @@ def live_server(start_server: Callable[..., LiveServer]) -> LiveServer:
     """A server with default limits, which tests share."""
     server: LiveServer = start_server()
     return server
+
+
+@dataclass
+class Served:
+    """A server process and what it has printed."""
+
+    process: subprocess.Popen[str]
+    out: list[str] = field(default_factory=list)
+    err: list[str] = field(default_factory=list)
+    key: str = KEY
+    _readers: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for pipe, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err)):
+            assert pipe is not None
+            self._readers.append(threading.Thread(target=_gather, args=(pipe, lines), daemon=True))
+            self._readers[-1].start()
+
+    def wait_for(self, words: str, lines: list[str]) -> str:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            found = next((line for line in list(lines) if words in line), None)
+            if found is not None:
+                return found
+            assert self.process.poll() is None, "".join(self.err)
+            time.sleep(0.02)
+        raise AssertionError(f"no '{words}' within {PATIENCE} s; printed: {''.join(self.err)}")
+
+    @property
+    def port(self) -> int:
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.wait_for("serves", self.out))
+        assert found is not None
+        return int(found[1])
+
+    @property
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, key: str = KEY) -> tuple[int, Any, Any]:
+        """(status, headers, body as text)."""
+        with self.connection() as connection:
+            response = self.send(connection, method, path, body, key)
+            return response.status, response.headers, response.read().decode()
+
+    def send(
+        self, connection: HTTPConnection, method: str, path: str, body: dict[str, Any] | None = None, key: str = KEY
+    ) -> HTTPResponse:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[HTTPConnection]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def end(self) -> int:
+        """Waits for the end, and for the last lines."""
+        code = self.process.wait(timeout=PATIENCE)
+        for reader in self._readers:
+            reader.join(timeout=5)
+        return code
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of the log; every line must be one."""
+        return [json.loads(line) for line in self.err]
+
+
+def _gather(pipe: IO[str], lines: list[str]) -> None:
+    with pipe:
+        lines.extend(iter(pipe.readline, ""))
+
+
+@contextlib.contextmanager
+def _serving(*arguments: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "quantkit", "serve", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "QUANTKIT_API_KEYS": f"tester: {KEY}"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    served = Served(process)
+    try:
+        yield served
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        served.end()
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., AbstractContextManager[Served]]:
+    """`with serving("demo", "--port", "0") as served`: `quantkit serve` as a process of its own."""
+    return _serving

@@ -117,7 +117,7 @@ def test_the_queue_counts_answers() -> None:
 
 def test_a_full_queue(start_server: Any) -> None:
     server = start_server(max_queue=1)
-    full = server.app.state.service.queue
+    full = server.app.state.services.each[0].queue
     with asking(server, LONG | {"n": server.engine.info.max_sequences + 1, "stream": True}) as connection:
         connection.getresponse()  # the headers: it is being answered
         reply = server.ask("POST", PLAIN, SHORT)
@@ -142,7 +142,7 @@ def test_a_client_that_leaves(live_server: Any, stream: bool) -> None:
     live_server.wait_until(lambda stats: stats.running == 0)
     assert live_server.stats.kv_pages_used <= before
     assert live_server.stats.generated_tokens - generated < 4 * 480
-    assert live_server.app.state.service.queue.taken == 0
+    assert live_server.app.state.services.each[0].queue.taken == 0
     assert live_server.engine.open_requests == 0
 
 

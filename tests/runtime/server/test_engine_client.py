@@ -186,3 +186,10 @@ def test_a_model_that_cannot_start() -> None:
         asyncio.run(run({}, "nowhere"))
     with pytest.raises(InputError, match="does not fit"):
         asyncio.run(run({"device": "cpu", "kv_tokens": 10**12}))
+
+
+def test_a_process_that_dies_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent to it is never read, which the other end of a socket sees as a reset."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineDied, match=r"ended before it was ready \(exit code 1\)"):
+        asyncio.run(EngineClient("demo", {}).start())

@@ -138,6 +138,21 @@ def test_guesses_are_shown_where_there_are_any(page: Browser, start_server: Call
     assert 1 <= float(one(page, "#tokens-per-step").text) <= 4
 
 
+def test_of_several_models_one_is_chosen(page: Browser, start_server: Callable[..., Any]) -> None:
+    assert not one(page, "#model").is_displayed()
+    server = start_server(also={"model": "demo-draft", "served_model_name": ["small"]})
+    page.get(server.base_url)
+    eventually(page, lambda: one(page, "#model").is_displayed())
+    one(page, "#model").send_keys("small")
+    eventually(page, lambda: one(page, "#state").text.startswith("small"))
+    set_field(page, "#max_tokens", "3")
+    send(page, "Hello")
+    eventually(page, lambda: facts(page))
+    asked = [service.metrics.snapshot()["requests_total"] for service in server.app.state.services.each]
+    assert asked == [0, 1]
+    assert "small" in one(page, "#model-rows").text
+
+
 def test_stop_keeps_what_was_written_and_retry_asks_again(page: Browser) -> None:
     ask_long(page)
     eventually(page, lambda: len(answer(page)) > 10)
@@ -238,7 +253,7 @@ def test_a_phone_shows_one_part_at_a_time_without_scrolling_sideways(page: Brows
             assert shown == [part]
             assert page.execute_script("return document.documentElement.scrollWidth") == PHONE["width"]
             small = page.execute_script(
-                "return [...document.querySelectorAll('button, input, textarea, summary')].filter("
+                "return [...document.querySelectorAll('button, input, select, textarea, summary')].filter("
                 "e => e.offsetHeight > 0 && e.offsetHeight < 40).map(e => e.id || e.textContent)"
             )
             assert small == []
@@ -249,7 +264,7 @@ def test_a_phone_shows_one_part_at_a_time_without_scrolling_sideways(page: Brows
 
 
 def test_every_field_and_button_has_a_name(page: Browser) -> None:
-    for element in page.find_elements(By.CSS_SELECTOR, "input, textarea, button, [role=meter], [role=log]"):
+    for element in page.find_elements(By.CSS_SELECTOR, "input, select, textarea, button, [role=meter], [role=log]"):
         if element.is_displayed():
             assert element.accessible_name, element.get_attribute("outerHTML")
 

@@ -1,117 +1,21 @@
 """`quantkit serve` as a process: it becomes ready, answers, and ends the way an operator expects."""
 
-import contextlib
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPResponse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.xdist_group("engine-process")
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "What is a list?"}], "temperature": 0}
 LONG = CHAT | {"stream": True, "max_tokens": 250, "ignore_eos": True}
-KEY = "a-key-for-tests-0123"
-PATIENCE = 60.0  # seconds; a busy machine with two cores loads slowly
-
-
-@dataclass
-class Served:
-    """A server process and what it has printed."""
-
-    process: subprocess.Popen[str]
-    out: list[str] = field(default_factory=list)
-    err: list[str] = field(default_factory=list)
-    _readers: list[threading.Thread] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for pipe, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err)):
-            assert pipe is not None
-            self._readers.append(threading.Thread(target=_gather, args=(pipe, lines), daemon=True))
-            self._readers[-1].start()
-
-    def wait_for(self, words: str, lines: list[str]) -> str:
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            found = next((line for line in list(lines) if words in line), None)
-            if found is not None:
-                return found
-            assert self.process.poll() is None, "".join(self.err)
-            time.sleep(0.02)
-        raise AssertionError(f"no '{words}' within {PATIENCE} s; printed: {''.join(self.err)}")
-
-    @property
-    def port(self) -> int:
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.wait_for("serves", self.out))
-        assert found is not None
-        return int(found[1])
-
-    @property
-    def children(self) -> list[int]:
-        pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, key: str = KEY) -> tuple[int, Any, Any]:
-        """(status, headers, body as text)."""
-        with self.connection() as connection:
-            response = _send(connection, method, path, body, key)
-            return response.status, response.headers, response.read().decode()
-
-    @contextlib.contextmanager
-    def connection(self) -> Iterator[HTTPConnection]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        try:
-            yield connection
-        finally:
-            connection.close()
-
-    def end(self) -> int:
-        """Waits for the end, and for the last lines."""
-        code = self.process.wait(timeout=PATIENCE)
-        for reader in self._readers:
-            reader.join(timeout=5)
-        return code
-
-    def events(self) -> list[dict[str, Any]]:
-        """The lines of the log; every line must be one."""
-        return [json.loads(line) for line in self.err]
-
-
-def _gather(pipe: IO[str], lines: list[str]) -> None:
-    with pipe:
-        lines.extend(iter(pipe.readline, ""))
-
-
-def _send(connection: HTTPConnection, method: str, path: str, body: dict[str, Any] | None, key: str) -> HTTPResponse:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    connection.request(method, path, None if body is None else json.dumps(body), headers)
-    return connection.getresponse()
-
-
-@contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "quantkit", "serve", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "QUANTKIT_API_KEYS": f"tester: {KEY}"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    served = Served(process)
-    try:
-        yield served
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        served.end()
+Serving = Callable[..., AbstractContextManager[Any]]
 
 
 def gone(pid: int) -> bool:
@@ -126,7 +30,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_server_from_its_file_to_its_graceful_end(tmp_path: Path) -> None:
+def test_a_server_from_its_file_to_its_graceful_end(serving: Serving, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text("model: demo\nserved_model_name: [small]\ndevice: cpu\nport: 0\nvllm_metric_names: true\n")
     with serving("--config", str(config)) as served:
@@ -141,7 +45,7 @@ def test_a_server_from_its_file_to_its_graceful_end(tmp_path: Path) -> None:
         (engine,) = served.children
 
         with served.connection() as connection:
-            response = _send(connection, "POST", "/v1/chat/completions", LONG, KEY)
+            response = served.send(connection, "POST", "/v1/chat/completions", LONG)
             assert response.readline().startswith(b"data: ")
             served.process.send_signal(signal.SIGTERM)
             served.wait_for('"draining"', served.err)
@@ -154,7 +58,7 @@ def test_a_server_from_its_file_to_its_graceful_end(tmp_path: Path) -> None:
         _check_log(served, headers["x-request-id"])
 
 
-def _refuses_new_requests(served: Served) -> None:
+def _refuses_new_requests(served: Any) -> None:
     status, headers, text = served.ask("POST", "/v1/chat/completions", CHAT)
     assert (status, headers["Retry-After"]) == (503, "5")
     assert json.loads(text)["error"]["code"] == "draining"
@@ -162,7 +66,7 @@ def _refuses_new_requests(served: Served) -> None:
     assert served.ask("GET", "/health")[0] == 200
 
 
-def _check_log(served: Served, request_id: str) -> None:
+def _check_log(served: Any, request_id: str) -> None:
     assert len(served.out) == 1, "one line on stdout: where it serves"
     events = served.events()
     requests = [event for event in events if event["message"] == "request"]
@@ -171,17 +75,17 @@ def _check_log(served: Served, request_id: str) -> None:
     assert [event["open_requests"] for event in events if event["message"] == "draining"] == [1]
     assert events[-1]["message"] == "stopped"
     printed = "".join(served.err)
-    assert KEY not in printed
+    assert served.key not in printed
     assert "What is a list" not in printed
 
 
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_second_signal_ends_at_once(serving: Serving) -> None:
     """As Ctrl-C does it: the signal goes to all processes of the terminal. With a shadow there are three."""
     flags = ("--served-model-name", "small", "--device", "cpu", "--port", "0", "--shadow", "demo-draft")
     with serving("demo", *flags) as served:
         assert 'quantkit:shadow{model_name="small",number="compared"} 0.0' in served.ask("GET", "/metrics")[2]
         with served.connection() as connection:
-            response = _send(connection, "POST", "/v1/chat/completions", LONG | {"max_tokens": 1500}, KEY)
+            response = served.send(connection, "POST", "/v1/chat/completions", LONG | {"max_tokens": 1500})
             assert response.readline().startswith(b"data: ")
             engines = served.children
             assert len(engines) == 2
@@ -196,7 +100,7 @@ def test_a_second_signal_ends_at_once() -> None:
         assert all(gone(engine) for engine in engines)
 
 
-def test_a_signal_while_loading_ends_the_server() -> None:
+def test_a_signal_while_loading_ends_the_server(serving: Serving) -> None:
     with serving("demo", "--device", "cpu", "--port", "0") as served:
         served.wait_for("loading demo", served.err)
         served.process.send_signal(signal.SIGTERM)
@@ -205,7 +109,7 @@ def test_a_signal_while_loading_ends_the_server() -> None:
         assert all("Traceback" not in line for line in served.err), "".join(served.err)
 
 
-def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+def test_a_port_in_use_is_found_before_the_model_is_loaded(serving: Serving) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with serving("demo", "--device", "cpu", "--port", port) as served:
@@ -215,7 +119,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
             ]
 
 
-def test_an_engine_that_cannot_start_ends_the_server_with_its_reason() -> None:
+def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(serving: Serving) -> None:
     with serving("demo", "--device", "cpu", "--port", "0", "--max-context", "1000000") as served:
         assert served.end() in (1, 2)
         assert served.err[-1].startswith("quantkit: ")

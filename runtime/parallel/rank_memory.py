@@ -1,0 +1,78 @@
+"""Memory of one rank: its share of the weights, and what it may use of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.runtime.memory import available_memory
+from quantkit.runtime.model_config import ModelConfig
+from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.parallel.ranks import Ranks, local_config
+
+
+def rank_weight_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> int:
+    """What the weights of one rank take on its device, from the headers of the files."""
+    plain = set(checkpoint.plain_names())
+    shares = _linear_shares(config, ranks)
+    total = 0.0
+    for name, stored in checkpoint.tensors.items():
+        count = torch.Size(stored.info.shape).numel()
+        size = count * dtype.itemsize if name in plain else stored.nbytes
+        total += size * _share(name, config, ranks, shares)
+    return round(total)
+
+
+def _share(name: str, config: ModelConfig, ranks: Ranks, shares: dict[str, float]) -> float:
+    """Of one tensor, that a rank holds."""
+    prefix = f"{config.family.blocks}."
+    if name.startswith(prefix):
+        layer, _, inside = name.removeprefix(prefix).partition(".")
+        if int(layer) not in ranks.blocks(config.layers):
+            return 0.0
+        return shares.get(inside.rpartition(".")[0], 1.0)  # norms are everywhere
+    if name.startswith("lm_head."):
+        rows = ranks.vocabulary(config.vocab)
+        return (rows.stop - rows.start) / config.vocab if ranks.first_stage else 0.0
+    if name.startswith("model.norm."):
+        return float(ranks.last_stage)
+    return float(ranks.first_stage)  # the embedding
+
+
+def _linear_shares(config: ModelConfig, ranks: Ranks) -> dict[str, float]:
+    """Of every linear layer of a block. Key and value heads that ranks hold together count for each of them."""
+    local = local_config(config, ranks)
+    found = {}
+    for number, names in enumerate(config.family.groups):
+        for name, part, whole in zip(names, local.group_outputs[number], config.group_outputs[number], strict=True):
+            found[name] = part / whole if number % 2 == 0 else 1 / ranks.tensor
+    return found
+
+
+def available_to_rank(options: EngineOptions, ranks: Ranks) -> int:
+    """Bytes. Ranks on a CPU share the machine's memory, those on GPUs have one each."""
+    found = available_memory(options.torch_device, options.memory_share)
+    return found // ranks.world if options.torch_device.type == "cpu" else found
+
+
+def resident_bytes(weights: object) -> int:
+    """Of all tensors in loaded weights; memory that several of them use counts once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(weights)}
+    return sum(storages.values())
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

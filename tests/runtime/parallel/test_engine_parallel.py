@@ -1,0 +1,274 @@
+"""Several processes give the tokens of one: every format, under continuous batching, with everything a request may ask.
+
+All of this runs on a CPU, with gloo between real processes.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.calibration import Calibration
+from quantkit.recipe import load_recipe
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.guides import GuideCompiler, GuideSpec
+from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.parallel.rank_memory import rank_weight_bytes, resident_bytes
+from quantkit.runtime.parallel.ranks import Ranks
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.scoring import score_tokens
+from quantkit.runtime.startup import start_engine
+
+RECIPES: dict[str, tuple[str, ...]] = {
+    "bf16": (),
+    "gptq": ("gptq-w4g64", "method.order=desc_act", "format.act_order=true"),
+    "awq": ("awq-w4g128",),
+    "nf4": ("nf4",),
+    "llm-int8": ("llm-int8",),
+}
+LAYOUTS = {"2 x 1": (2, 1), "1 x 2": (1, 2), "2 x 2": (2, 2)}  # tensor ranks, stages
+SMALL: dict[str, Any] = {  # pages are short, so sequences give way: some to host memory, others are computed anew
+    "device": "cpu",
+    "max_context": 96,
+    "kv_tokens": 160,
+    "swap_gib": 0.0004,
+    "max_sequences": 6,
+    "step_tokens": 24,
+}
+NEW = 20
+ABORTED_AT = 3  # tokens
+
+each_format = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"ranks {name}")) for name in RECIPES]
+)
+
+
+@dataclass
+class Found:
+    """What came back, by request and index of the answer."""
+
+    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    logprobs: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    preemptions: int = 0
+
+
+def workload() -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and what is asked of each; two begin alike."""
+    random = Random(4)
+    prompts = [random.choices(range(3, 4000), k=length) for length in (17, 6, 40, 22, 3, 9, 30, 12)]
+    prompts[6] = [*prompts[0][:16], *prompts[6][:9]]
+    asked: list[dict[str, Any]] = [
+        {"logprobs": 3},
+        {"n": 3, "temperature": 0.9, "seed": 5},
+        {"prompt_logprobs": 2},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "logprobs": 0},
+        {"temperature": 1.0, "seed": 2, "ignore_eos": False},  # with a guide
+        {"logit_bias": {18: -100.0}, "min_tokens": 4, "stop_token_ids": (3936,)},
+        {"temperature": 1.1, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 3},
+        {},  # is aborted
+    ]
+    return list(zip(prompts, asked, strict=True))
+
+
+def run_workload(engine: Engine) -> Found:
+    """Requests come at random steps; the books are checked after every one."""
+    random, found = Random(1), Found()
+    compiler = GuideCompiler(engine.tokenizer, engine.config.vocab, engine.config.eos)
+    arrivals = [(random.randrange(12), *one) for one in workload()]
+    waiting = sorted(range(len(arrivals)), key=lambda number: arrivals[number][0])
+    requests, numbers, step = {}, {}, 0
+    while waiting or engine.busy:
+        while waiting and arrivals[waiting[0]][0] <= step:
+            number = waiting.pop(0)
+            _, prompt, asked = arrivals[number]
+            guides = [compiler.compile(GuideSpec("regex", r"[a-e]{3}-[0-9]{4}"))] if number == 4 else []
+            params = SamplingParams(**{"max_tokens": NEW, "ignore_eos": True} | asked)
+            requests[number] = engine.add(prompt, params, guides=guides)
+            numbers[requests[number].id] = number
+        for delta in engine.step():
+            key = numbers[delta.request], delta.index
+            if key[0] == 7 and len(found.tokens.get(key, ())) == ABORTED_AT:  # guesses bring several at once
+                continue
+            found.tokens.setdefault(key, []).append(delta.token or 0)
+            if delta.logprob is not None:
+                found.logprobs.setdefault(key, []).append(delta.logprob)
+            if delta.finished is not None:
+                found.reasons[key] = delta.finished
+            if key[0] == 7 and len(found.tokens[key]) == ABORTED_AT:
+                engine.abort(delta.request)
+        engine.check_integrity()
+        step += 1
+    found.prompt_logprobs = [value for part in requests[2].prompt_logprobs for value in part.logprobs]
+    found.preemptions = engine.scheduler.preemptions
+    assert engine.scheduler.pool.free == engine.scheduler.pool.usable
+    assert engine.scheduler.swapped_pages == 0
+    return found
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process with the whole model."""
+
+    folder: Path | str
+    found: Found
+    in_stages: Found  # with the steps of two stages
+    scores: torch.Tensor
+    weights: int  # bytes
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
+    """`alone(name)`: the bundled model in a format, and what one process answers; made when it is first asked for."""
+    made: dict[str, Alone] = {}
+
+    def make(name: str) -> Alone:
+        if name not in made:
+            folder: Path | str = "demo"
+            if RECIPES[name]:
+                folder = tmp_path_factory.mktemp("ranks") / name
+                recipe = load_recipe(RECIPES[name][0], RECIPES[name][1:])
+                few = Calibration(samples=2, seq_len=64) if recipe.needs_data else None
+                quantkit.quantize("demo", recipe, folder, calibration=few, quality_windows=0)
+            engine = start_engine(folder, EngineOptions(**SMALL))
+            scores = score_tokens(engine, torch.arange(5, 60))
+            weights = resident_bytes(engine.runner.decoder.weights)
+            found = run_workload(engine)
+            in_stages = run_workload(with_steps_of_stages(start_engine(folder, EngineOptions(**SMALL))))
+            made[name] = Alone(folder, found, in_stages, scores, weights)
+        return made[name]
+
+    return make
+
+
+def with_steps_of_stages(engine: Engine) -> Engine:
+    """One process that cuts its steps as two stages with two micro-batches do.
+
+    LLM.int8 decides over all tokens of a step which columns stay in 16 bit, so its answers depend on who else is in
+    the step; answers of all other formats do not.
+    """
+    engine._staged, engine._ahead = True, 1
+    engine.scheduler.limits = replace(engine.scheduler.limits, micro_batches=2)
+    return engine
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    """Starts engines and ends their ranks."""
+    engines: list[Engine] = []
+
+    def start_one(folder: Path | str, **options: Any) -> Engine:
+        engines.append(start_engine(folder, EngineOptions(**SMALL | options)))
+        return engines[-1]
+
+    yield start_one
+    for engine in engines:
+        engine.close()
+
+
+def assert_same(found: Found, wanted: Found) -> None:
+    assert found.tokens == wanted.tokens
+    assert found.reasons == wanted.reasons
+    assert found.logprobs.keys() == wanted.logprobs.keys()
+    for key, values in wanted.logprobs.items():
+        assert found.logprobs[key] == pytest.approx(values, abs=1e-3)
+    assert found.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-3)
+
+
+@each_format
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_one_process(
+    name: str, layout: str, alone: Callable[[str], Alone], start: Callable[..., Engine]
+) -> None:
+    tensor, pipeline = LAYOUTS[layout]
+    one = alone(name)
+    engine = start(one.folder, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    found = run_workload(engine)
+    assert found.preemptions > 0
+    assert one.found.preemptions > 0
+    assert_same(found, one.in_stages if name == "llm-int8" and pipeline > 1 else one.found)
+    torch.testing.assert_close(score_tokens(engine, torch.arange(5, 60)), one.scores, rtol=0, atol=2e-2)
+    assert_shares(engine, one, Ranks(tensor, pipeline))
+
+
+def assert_shares(engine: Engine, one: Alone, ranks: Ranks) -> None:
+    """Every rank holds its part of the blocks, and the ranks of the first stage the whole embedding, which the head
+    of this model shares. The plan knew it beforehand."""
+    assert engine.crew is not None
+    config = engine.config
+    embedding = config.vocab * config.hidden * 4
+    blocks = [(one.weights - embedding) * len(part.blocks(config.layers)) / config.layers / ranks.tensor
+              for part in (Ranks(ranks.tensor, ranks.pipeline, rank) for rank in range(ranks.world))]  # fmt: skip
+    for rank, held in enumerate(engine.crew.weights):
+        first = embedding if rank < ranks.tensor else 0
+        assert held - first == pytest.approx(blocks[rank], rel=0.02)
+    assert engine.memory.weights == pytest.approx(engine.crew.weights[0], rel=0.05)
+
+
+def test_the_workload_is_worth_comparing(alone: Callable[[str], Alone]) -> None:
+    """Each kind of request leaves its trace."""
+    found = alone("bf16").found
+    assert found.tokens == alone("bf16").in_stages.tokens
+    assert len({tuple(tokens) for tokens in found.tokens.values()}) == len(found.tokens) == 10
+    assert len(found.tokens[7, 0]) == ABORTED_AT
+    assert found.reasons[4, 0] == "stop"
+    assert found.reasons[5, 0] == "stop"
+    assert found.tokens[5, 0][-1] == 3936
+    assert len(found.tokens[5, 0]) > 4
+    assert len(found.prompt_logprobs) == 39
+
+
+@pytest.mark.xdist_group("ranks guesses")
+@pytest.mark.parametrize(
+    "how", ["ngram,k=4,adaptive=off", "draft=demo-draft,k=3,adaptive=off", "medusa=demo-medusa,adaptive=off"]
+)
+def test_guesses_change_no_token(how: str, alone: Callable[[str], Alone], start: Callable[..., Engine]) -> None:
+    engine = start("demo", tensor_parallel=2, speculative=how, kv_tokens=224)
+    assert_same(run_workload(engine), alone("bf16").found)
+    assert engine.speculation.guessed > 0
+
+
+@pytest.mark.xdist_group("ranks bf16")
+def test_overlap_reads_tokens_on_the_device(alone: Callable[[str], Alone], start: Callable[..., Engine]) -> None:
+    """Steps are launched before the tokens of the one before are seen; the other ranks never see them."""
+    assert_same(run_workload(start("demo", tensor_parallel=2, overlap=True)), alone("bf16").found)
+
+
+@pytest.mark.xdist_group("ranks bf16")
+def test_more_micro_batches_than_stages(alone: Callable[[str], Alone], start: Callable[..., Engine]) -> None:
+    engine = start("demo", pipeline_parallel=2, micro_batches=3)
+    assert_same(run_workload(engine), alone("bf16").found)
+
+
+def test_shares_add_up() -> None:
+    """Of the stages without tensor ranks: nothing twice, nothing missing. Headers are enough."""
+    from quantkit.checkpoint import Checkpoint
+    from quantkit.runtime.memory import weight_bytes
+    from quantkit.runtime.model_config import read_model_config
+    from quantkit.sources import model_folder
+
+    checkpoint = Checkpoint(model_folder("demo"))
+    config = read_model_config(checkpoint.config)
+    for pipeline in (1, 2, 5):
+        shares = [rank_weight_bytes(checkpoint, config, torch.float32, Ranks(1, pipeline, rank))
+                  for rank in range(pipeline)]  # fmt: skip
+        assert sum(shares) == weight_bytes(checkpoint, torch.float32)
+
+
+@pytest.mark.xdist_group("ranks bf16")
+def test_the_bubble_is_reported(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    sizes = ("--batch", 2, "--prompt-len", 8, "--new-tokens", 4, "--max-context", 32)
+    code, out, err = run_cli(
+        "bench", "engine", "demo", "--device", "cpu", "--pipeline-parallel", 2, "--no-save", *sizes
+    )
+    assert code == 0, err
+    assert re.search(
+        r"batch 2: stages idle \d+% of the time \(\d+%, \d+%\); 2 stages and 2 micro-batches: .* = 33%", out
+    )

@@ -1,0 +1,245 @@
+"""Any number of ranks computes what one process computes, for every family, format and odd size. Ranks are threads;
+`test_parallel_processes.py` has real ones."""
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quantkit
+from quantkit.arch import FAMILIES
+from quantkit.calibration import Calibration
+from quantkit.checkpoint import Checkpoint
+from quantkit.formats import Gptq
+from quantkit.recipe import load_recipe
+from quantkit.runtime.model import Batch
+from quantkit.runtime.parallel.ranks import Ranks
+
+SCRIPT = Path(__file__).with_name("decoder_rank.py")
+FEW = Calibration(samples=2, seq_len=64)
+ACT_ORDER = ("method.order=desc_act", "format.act_order=true")
+
+
+def load_script() -> Any:
+    spec = spec_from_file_location("decoder_rank", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["decoder_rank"] = module  # dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+rank_of = load_script()
+
+
+@dataclass
+class Table:
+    """Where the threads of a group put their tensors."""
+
+    size: int
+    places: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.places[rank] = x.clone()
+        self.barrier.wait()
+        found = [self.places[other] for other in range(self.size)]
+        self.barrier.wait()
+        return found
+
+
+@dataclass(frozen=True)
+class ThreadGroup:
+    table: Table
+    rank: int
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.table.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls.append("sum")
+        return torch.stack(self.table.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.calls.append("gather")
+        return torch.stack(self.table.exchange(self.rank, x), 1).flatten(1)  # as torch's own: of one width
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return x.copy_(self.table.exchange(self.rank, x)[source])
+
+
+def in_threads(
+    folder: Path, tensor: int, pipeline: int, prompts: list[list[int]], dtype: torch.dtype = torch.float32
+) -> tuple[list[Any], list[ThreadGroup], list[Any]]:
+    """The answers of all ranks of the first stage, their groups, and all parts."""
+    shape = Ranks(tensor, pipeline)
+    tables = [Table(tensor) for _ in range(pipeline)]
+    groups = [ThreadGroup(tables[rank // tensor], rank % tensor) for rank in range(shape.world)]
+    parts = [
+        rank_of.make_part(folder, replace(shape, rank=rank), group, dtype, len(prompts))
+        for rank, group in enumerate(groups)
+    ]
+
+    def step(column: list[Any], batch: Batch) -> Tensor:
+        """Of the ranks of all stages that have one tensor rank."""
+        hidden = None
+        for part in column:
+            hidden = part.decoder.hidden_states(batch, part.cache, hidden)
+        logits: Tensor = column[0].decoder.logits(hidden)
+        return logits
+
+    def run(tensor_rank: int) -> Any:
+        return rank_of.answer(partial(step, parts[tensor_rank::tensor]), prompts)
+
+    with ThreadPoolExecutor(tensor) as pool:
+        return list(pool.map(run, range(tensor))), groups, parts
+
+
+def assert_as_alone(folder: Path, tensor: int, pipeline: int = 1, vocab: int = 112) -> tuple[list[ThreadGroup], Any]:
+    prompts = rank_of.prompts_below(vocab)
+    expected, _ = rank_of.alone(folder, prompts)
+    found, groups, parts = in_threads(folder, tensor, pipeline, prompts)
+    assert expected.logits.std() > 0.01
+    for answer in found:
+        torch.testing.assert_close(answer.logits, expected.logits, rtol=1e-5, atol=1e-4)
+        assert answer.tokens == expected.tokens
+    return groups, parts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
+def test_every_family(family: str, tensor: int, pipeline: int, family_model: Callable[[str], Path]) -> None:
+    """Fused layers, biases, norms, windows, soft caps, tied and own heads; 4 ranks have 2 KV heads."""
+    assert_as_alone(family_model(family), tensor, pipeline)
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen2"])
+@pytest.mark.parametrize("recipe", ["rtn-w4g32", "rtn-w4g128-ct", "fp8", "rtn-w8a8"])
+def test_quantized_families(recipe: str, family: str, family_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Fused layers whose parts do not end where words end; biases beside quantized weights."""
+    options = ("format.group_size=16",) if recipe.startswith("rtn-w4") else ()
+    quantkit.quantize(family_model(family), load_recipe(recipe, options), tmp_path / "out", quality_windows=0)
+    assert_as_alone(tmp_path / "out", 2, 2)
+
+
+SMALL_GROUPS = dict.fromkeys(("rtn-w4g64", "rtn-w4g128-asym", "rtn-w8", "rtn-w4g128-ct"), ("format.group_size=32",))
+SMALL_GROUPS |= dict.fromkeys(("nf4", "nf4-plain", "fp4"), ("format.block=32",))
+ROUNDED = ("fp8", "rtn-w8a8", "llm-int8")
+
+
+@pytest.mark.parametrize("recipe", [*SMALL_GROUPS, *ROUNDED])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_every_kind_of_format(recipe: str, tensor: int, tiny_model: Path, tmp_path: Path) -> None:
+    """Heads of their own here; four ranks have two KV heads. One exchange for attention and one for the MLP, or two
+    where all inputs of a token are rounded together."""
+    chosen = load_recipe(recipe, SMALL_GROUPS.get(recipe, ()))
+    quantkit.quantize(tiny_model, chosen, tmp_path / "out", quality_windows=0)
+    groups, _ = assert_as_alone(tmp_path / "out", tensor, vocab=512)
+    layers = 2
+    exchanges = ["gather", "gather"] if recipe in ROUNDED else ["sum"]
+    assert groups[0].calls == ([*exchanges, *exchanges] * layers + ["gather"]) * rank_of.TOKENS
+
+
+def test_act_order_needs_no_exchange_of_its_own(tmp_path: Path) -> None:
+    """An MLP's channels are cut by the groups of down; only the attention output is gathered."""
+    recipe = load_recipe("gptq-w4g32", ACT_ORDER)
+    quantkit.quantize("demo-draft", recipe, tmp_path / "out", calibration=FEW, quality_windows=0)
+    checkpoint = Checkpoint(tmp_path / "out")
+    assert checkpoint.scattered_groups("model.layers.0.mlp.down_proj") is not None
+    groups, parts = assert_as_alone(tmp_path / "out", 2, vocab=4096)
+    layers = checkpoint.config["num_hidden_layers"]
+    assert groups[0].calls == (["gather", "gather", "sum"] * layers + ["gather"]) * rank_of.TOKENS
+    assert all(weight.order is None for part in parts for block in part.weights.blocks for weight in block.down.weights)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_blocks_of_128(tensor: int, tiny_model: Path, tmp_path: Path) -> None:
+    """Heads of 64 end inside blocks. Two ranks add what they computed from attention: a last bit more or less can turn
+    the rounding of what follows around."""
+    quantkit.quantize(tiny_model, "fp8-block", tmp_path / "out", quality_windows=0)
+    prompts = rank_of.prompts_below(512)
+    expected, _ = rank_of.alone(tmp_path / "out", prompts)
+    found, groups, _ = in_threads(tmp_path / "out", tensor, 1, prompts)
+    rows = (found[0].logits - expected.logits).norm(dim=1) / expected.logits.norm(dim=1)
+    assert float(rows.max()) < (2e-2 if tensor == 2 else 1e-5)
+    assert float(rows.min()) < 1e-5
+    attention = ["sum"] if tensor == 2 else ["gather", "gather"]
+    assert groups[0].calls == ([*attention, "gather", "gather"] * 2 + ["gather"]) * rank_of.TOKENS
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vocab", [110, 112])
+def test_heads(vocab: int, tied: bool, family_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A vocabulary that 4 does not divide; a tied head is rows of the embedding and takes no memory."""
+    folder = with_head(family_model("llama"), tmp_path / "model", vocab, tied)
+    _, parts = assert_as_alone(folder, 4, vocab=vocab)
+    rows = [part.weights.head.outputs for part in parts]
+    assert sum(rows) == vocab
+    assert max(rows) == 28
+    for part in parts:
+        (head,) = part.weights.head.weights
+        assert (head.untyped_storage().data_ptr() == part.weights.embedding.untyped_storage().data_ptr()) == tied
+
+
+def with_head(model: Path, folder: Path, vocab: int, tied: bool) -> Path:
+    """The first tokens of a model, with or without a head of its own."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab, "tie_word_embeddings": tied}))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:vocab].contiguous()
+    if tied:
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_quantized_head(tiny_model: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("rtn-w4g64", ("format.group_size=32",))
+    quantkit.quantize(tiny_model, recipe, tmp_path / "out", quality_windows=0)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    parts = Gptq(group_size=32).encode(tensors.pop("lm_head.weight").float())
+    save_file(tensors | {f"lm_head.{name}": part for name, part in parts.items()}, file)
+    (tmp_path / "out" / "model.safetensors.index.json").unlink(missing_ok=True)
+    assert "lm_head" in Checkpoint(tmp_path / "out").formats
+    assert_as_alone(tmp_path / "out", 4, vocab=512)
+
+
+def test_later_stages_hold_neither_embedding_nor_head(family_model: Callable[[str], Path]) -> None:
+    _, parts = assert_as_alone(family_model("llama"), 1, 2)
+    first, last = (part.weights for part in parts)
+    assert (first.embedding.shape, last.embedding.shape) == ((112, 64), (0, 64))
+    assert (first.head.outputs, last.head.outputs) == (112, 0)
+    assert first.norm is None
+    assert last.norm is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_stages_are_exact_in_16_bit(
+    family: str, dtype: torch.dtype, family_model: Callable[[str], Path]
+) -> None:  # fmt: skip
+    """The residual sum is rounded where one process rounds it."""
+    prompts = rank_of.prompts_below(112)
+    expected, _ = rank_of.alone(family_model(family), prompts, dtype)
+    (found,), _, _ = in_threads(family_model(family), 1, 2, prompts, dtype)
+    assert torch.equal(found.logits, expected.logits)
