@@ -124,18 +124,27 @@ def read_model(name: str, config: Mapping[str, Any]) -> PlannedModel:
     )
 
 
-def _decoder(raw: Config) -> Decoder:
-    config = read_model_config(raw)
-    family, layers = config.family, config.layers
-    shapes = {
+def block_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """(out, in) of the linears of one block, by their names in it."""
+    return {
         name: (rows, inputs)
-        for group, outputs, inputs in zip(family.groups, config.group_outputs, config.group_inputs, strict=True)
+        for group, outputs, inputs in zip(config.family.groups, config.group_outputs, config.group_inputs, strict=True)
         for name, rows in zip(group, outputs, strict=True)
     }
-    linears = {f"{family.blocks}.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}
+
+
+def block_others(config: ModelConfig, raw: Config) -> int:
+    """Norms and biases of one block."""
+    family, shapes = config.family, block_shapes(config)
     norms = config.hidden * (2 if family.norm == "pre" else 4) + (2 * config.head_dim if family.qk_norm else 0)
-    biases = sum(shapes[name][0] for name in family.biased(raw))
-    return Decoder(config, raw, linears, layers * (norms + biases) + config.hidden)
+    return norms + sum(shapes[name][0] for name in family.biased(raw))
+
+
+def _decoder(raw: Config) -> Decoder:
+    config = read_model_config(raw)
+    shapes, blocks = block_shapes(config), config.family.blocks
+    linears = {f"{blocks}.{layer}.{name}": shape for layer in range(config.layers) for name, shape in shapes.items()}
+    return Decoder(config, raw, linears, config.layers * block_others(config, raw) + config.hidden)
 
 
 def _cache(config: Config, known: ModelConfig | None) -> Cache:

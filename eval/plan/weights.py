@@ -41,26 +41,46 @@ class WeightPlan:
         return max(self.operations, key=lambda name: self.operations[name])
 
 
-def unquantized(decoder: Decoder) -> WeightPlan:
-    return _plan(UNQUANTIZED, "16 bit", decoder, dict.fromkeys(decoder.linears), lambda fmt, shape: 0)
+@dataclass(frozen=True)
+class Chosen:
+    """What a recipe makes of every linear of a model."""
+
+    name: str  # of the recipe, or bf16
+    scheme: str
+    formats: Mapping[str, Format | None]  # by module; None: kept in 16 bit
+    layer_bytes: LayerBytes
 
 
-def quantized(model: PlannedModel, recipe: Recipe, layer_bytes: LayerBytes) -> WeightPlan:
-    """What a recipe makes of a model; InputError where the recipe or its format refuses it."""
+def keep(decoder: Decoder) -> Chosen:
+    """Everything in 16 bit."""
+    return Chosen(UNQUANTIZED, "16 bit", dict.fromkeys(decoder.linears), lambda fmt, shape: 0)
+
+
+def choose(model: PlannedModel, recipe: Recipe, layer_bytes: LayerBytes) -> Chosen:
+    """The formats of a recipe; InputError where the recipe refuses the model."""
     decoder = _supported(model)
     chosen = recipe.plan(decoder.config.family, decoder.raw, model.dtype)
     if recipe.target_bits is None:
         schemes = ", ".join(dict.fromkeys(fmt.describe() for fmt in chosen.values() if fmt is not None))
-        return _plan(recipe.name, schemes, decoder, chosen, layer_bytes)
+        return Chosen(recipe.name, schemes, chosen, layer_bytes)
     bits = recipe.target_bits  # each layer's own are found during the run; their average is this
     scheme = f"{bits:g} bits on average"
-    return _plan(recipe.name, scheme, decoder, chosen, lambda _, shape: round(bits * math.prod(shape) / 8))
+    return Chosen(recipe.name, scheme, chosen, lambda _, shape: round(bits * math.prod(shape) / 8))
+
+
+def unquantized(decoder: Decoder) -> WeightPlan:
+    return weigh(keep(decoder), decoder)
+
+
+def quantized(model: PlannedModel, recipe: Recipe, layer_bytes: LayerBytes) -> WeightPlan:
+    """What a recipe makes of a model; InputError where the recipe or its format refuses it."""
+    return weigh(choose(model, recipe, layer_bytes), _supported(model))
 
 
 def in_format(model: PlannedModel, name: str, fmt: Format, layer_bytes: LayerBytes) -> WeightPlan:
     """Every linear in one format."""
     decoder = _supported(model)
-    return _plan(name, fmt.describe(), decoder, dict.fromkeys(decoder.linears, fmt), layer_bytes)
+    return weigh(Chosen(name, fmt.describe(), dict.fromkeys(decoder.linears, fmt), layer_bytes), decoder)
 
 
 def _supported(model: PlannedModel) -> Decoder:
@@ -69,22 +89,16 @@ def _supported(model: PlannedModel) -> Decoder:
     return model.decoder
 
 
-def _plan(
-    name: str, scheme: str, decoder: Decoder, chosen: Mapping[str, Format | None], layer_bytes: LayerBytes
-) -> WeightPlan:
+def weigh(chosen: Chosen, decoder: Decoder) -> WeightPlan:
+    """All weights of a decoder in the chosen formats."""
     head = 2 * decoder.embedding  # lm_head is as large, and the same matrix where they are tied
-    operations = {"bf16": head}
-    linear_bytes = 0
-    for module, shape in decoder.linears.items():
-        fmt = chosen[module]
-        count = math.prod(shape)
-        arithmetic = _arithmetic(fmt)
-        operations[arithmetic] = operations.get(arithmetic, 0) + 2 * count
-        linear_bytes += KEPT_BYTES * count if fmt is None else _bytes_of(module, fmt, shape, layer_bytes)
+    linear_bytes, operations = weigh_linears(chosen, decoder.linears)
+    operations = {"bf16": 0} | operations
+    operations["bf16"] += head
     kept = KEPT_BYTES * (decoder.embedding + decoder.head + decoder.other)
     return WeightPlan(
-        name=name,
-        scheme=scheme,
+        name=chosen.name,
+        scheme=chosen.scheme,
         bytes=linear_bytes + kept,
         # Of an embedding that is not the head too, a step reads a row for each token: next to nothing.
         read=linear_bytes + KEPT_BYTES * (decoder.embedding + decoder.other),
@@ -94,6 +108,17 @@ def _plan(
         operations=operations,
         head_operations=head,
     )
+
+
+def weigh_linears(chosen: Chosen, shapes: Mapping[str, Shape]) -> tuple[int, dict[str, int]]:
+    """Bytes of linears of these shapes, and their operations for one token by arithmetic."""
+    total, operations = 0, dict[str, int]()
+    for module, shape in shapes.items():
+        fmt, count = chosen.formats[module], math.prod(shape)
+        arithmetic = _arithmetic(fmt)
+        operations[arithmetic] = operations.get(arithmetic, 0) + 2 * count
+        total += KEPT_BYTES * count if fmt is None else _bytes_of(module, fmt, shape, chosen.layer_bytes)
+    return total, operations
 
 
 def _bytes_of(module: str, fmt: Format, shape: Shape, layer_bytes: LayerBytes) -> int:

@@ -7,22 +7,60 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli.common import json_option, print_json, print_table
+from quantkit.errors import InputError
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.inspection import Inspection
+    from quantkit.launch import Target
+
+
+_KINDS = ("commands", "kubernetes")
+_LAUNCH = "Print commands that serve it with vLLM, SGLang and quantkit; `kubernetes`: a manifest for Ray."
 
 
 @click.command("inspect", short_help="Show what is inside a checkpoint and which engines load it.")
-@click.argument("checkpoint")
+@click.argument("checkpoint", required=False)
+@click.option("--launch", is_flag=False, flag_value="commands", metavar="[kubernetes]", help=_LAUNCH)
+@click.option("--tensor-parallel", default=1, metavar="N", help="With --launch: GPUs that share every layer.")
+@click.option("--pipeline-parallel", default=1, metavar="N", help="With --launch: stages of consecutive layers.")
+@click.option("--max-context", type=int, metavar="N", help="With --launch: tokens of a request; default: the model's.")
+@click.option("--replicas", default="1,2", show_default=True, metavar="MIN,MAX", help="With --launch kubernetes.")
+@click.option("--image", metavar="NAME", help="With --launch kubernetes: one with quantkit and Ray in it.")
 @json_option
-def command(checkpoint: str, as_json: bool) -> None:
+def command(
+    checkpoint: str | None,
+    launch: str | None,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    max_context: int | None,
+    replicas: str,
+    image: str | None,
+    as_json: bool,
+) -> None:
     """Show format, bits, groups, bytes per part and per layer of CHECKPOINT, and which engines load it.
 
     \b
     quantkit inspect demo
     quantkit inspect demo-nf4 --json
+    quantkit inspect org/model --launch --tensor-parallel 2
+    quantkit inspect org/model --launch kubernetes --replicas 1,4 > service.yaml
     """
+    if launch is not None and launch not in _KINDS and checkpoint is None:
+        checkpoint, launch = launch, "commands"  # `inspect --launch PATH`
+    if checkpoint is None:
+        raise InputError("which checkpoint? Give a folder, a hub name or 'demo'")
+    if launch is not None:
+        from quantkit.launch import read_target
+
+        if launch not in _KINDS:
+            raise InputError(f"--launch is '{launch}', but must be kubernetes or nothing")
+        target = read_target(checkpoint, tensor=tensor_parallel, pipeline=pipeline_parallel, max_context=max_context)
+        if launch == "commands":
+            _print_commands(target, as_json=as_json)
+        else:
+            _print_manifest(target, _replicas(replicas), image, as_json=as_json)
+        return
     from quantkit.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint)
@@ -30,6 +68,34 @@ def command(checkpoint: str, as_json: bool) -> None:
         print_json(found.to_dict())
     else:
         _print(found)
+
+
+def _print_commands(target: Target, *, as_json: bool) -> None:
+    from quantkit.launch import launches
+
+    found = launches(target)
+    if as_json:
+        print_json({"checkpoint": target.given, "launch": [one.to_dict() for one in found]})
+    else:
+        click.echo("\n".join(line for one in found for line in one.lines()))
+
+
+def _print_manifest(target: Target, replicas: tuple[int, int], image: str | None, *, as_json: bool) -> None:
+    from quantkit.launch import IMAGE, manifest, manifest_text
+
+    made = manifest(target, replicas=replicas, image=image or IMAGE)
+    if as_json:
+        print_json({"checkpoint": target.given, "manifest": made})
+    else:
+        click.echo(manifest_text(target, made), nl=False)
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    low, comma, high = text.partition(",")
+    try:
+        return int(low), int(high if comma else low)
+    except ValueError:
+        raise InputError(f"--replicas is '{text}', but must be the fewest and the most of them, such as 1,4") from None
 
 
 def _print(found: Inspection) -> None:

@@ -12,11 +12,15 @@ from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     from quantkit.eval.plan.gpus import Gpu
+    from quantkit.eval.plan.parallel import ParallelPlan
     from quantkit.eval.plan.plan import FormatPlan, Question, ServingPlan
 
 _KV = "Of the cache: auto is 16 bit."
 _RECIPES = "Recipes to plan for, comma-separated names or YAML files; bf16 is always there. Default: eight of them."
 _GPU = "Such as h100 or rtx4090; default: the one here, else all of them for memory and an H200 for speed."
+_TENSOR = "Plan for ranks that cut every layer; one number or several, such as 2,4,8."
+_PIPELINE = "Plan for stages of consecutive layers; one number or several."
+_LINK = "Between GPUs: nvlink, pcie, pcie4, GB/s each way, or GB/s:us of a hop.  [default: nvlink,pcie]"
 _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 
 
@@ -31,6 +35,9 @@ _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8"]), help=_KV)
 @click.option("--price-per-hour", type=float, metavar="P", help="Of the GPU, in any currency: adds a table of costs.")
 @click.option("--efficiency", default=1.0, show_default=True, metavar="X", help=_EFFICIENCY)
+@click.option("--tensor-parallel", metavar="LIST", help=_TENSOR)
+@click.option("--pipeline-parallel", metavar="LIST", help=_PIPELINE)
+@click.option("--link", metavar="LIST", help=_LINK)
 @click.option("--explain", "explained", is_flag=True, help="Every formula with its numbers, for one format.")
 @json_option
 def command(
@@ -42,6 +49,9 @@ def command(
     kv_dtype: str,
     price_per_hour: float | None,
     efficiency: float,
+    tensor_parallel: str | None,
+    pipeline_parallel: str | None,
+    link: str | None,
     explained: bool,
     as_json: bool,
 ) -> None:
@@ -55,12 +65,19 @@ def command(
     quantkit plan org/model -r gptq-w4g128,nf4 --gpu rtx4090 --context 8192
     quantkit plan demo --explain -r nf4
     quantkit plan llama-3.1-70b --gpu h100 --price-per-hour 2.5 --efficiency 0.5
+    quantkit plan llama-3.1-70b --tensor-parallel 2,4,8 --link nvlink
     """
     from quantkit.eval.plan.plan import Question
 
-    question = Question(context, _numbers(batch), kv_dtype, price_per_hour, efficiency)
+    question = Question(context, _numbers("--batch", batch), kv_dtype, price_per_hour, efficiency)
     names = [name for given in formats for name in given.split(",") if name]
     chosen, note = _choose_gpu(gpu)
+    if tensor_parallel is not None or pipeline_parallel is not None:
+        spread = _plan_parallel(model, names, chosen, question, (tensor_parallel, pipeline_parallel, link))
+        _print_parallel(spread, note, explained=explained, as_json=as_json)
+        return
+    if link is not None:
+        raise InputError("--link joins several GPUs; say how many with --tensor-parallel or --pipeline-parallel")
     plan = _plan(model, names, chosen, question)
     if as_json:
         print_json(_as_json(plan))
@@ -81,6 +98,47 @@ def _plan(model: str, names: list[str], gpu: Gpu, question: Question) -> Serving
     return plan_serving(read_model(*find_config(model)), recipes, gpu, question, layer_bytes)
 
 
+def _plan_parallel(
+    model: str, names: list[str], gpu: Gpu, question: Question, layout: tuple[str | None, str | None, str | None]
+) -> ParallelPlan:
+    from quantkit.eval.plan.links import DEFAULT_LINKS, find_link
+    from quantkit.eval.plan.model import read_model
+    from quantkit.eval.plan.parallel import plan_parallel
+    from quantkit.eval.plan.plan import DEFAULT_RECIPES
+    from quantkit.eval.plan.source import find_config
+    from quantkit.planning import layer_bytes
+    from quantkit.recipe import load_recipe
+    from quantkit.runtime.parallel.ranks import Ranks
+
+    tensors = _numbers("--tensor-parallel", layout[0] or "1")
+    stages = _numbers("--pipeline-parallel", layout[1] or "1")
+    layouts = [Ranks(tensor, pipeline) for tensor in tensors for pipeline in stages]
+    links = [find_link(word.strip()) for word in (layout[2] or DEFAULT_LINKS).split(",") if word.strip()]
+    recipes = [load_recipe(name) for name in names or DEFAULT_RECIPES if name != "bf16"]
+    return plan_parallel(read_model(*find_config(model)), recipes, gpu, question, layouts, links, layer_bytes)
+
+
+def _print_parallel(plan: ParallelPlan, note: str, *, explained: bool, as_json: bool) -> None:
+    from quantkit.eval.plan.parallel import title_of
+    from quantkit.eval.plan.parallel_explain import explain
+    from quantkit.eval.plan.parallel_tables import as_dict, summarize, tables
+
+    if as_json:
+        formulas = {"format": plan.focus.name, "lines": dict(explain(plan))}
+        print_json(as_dict(plan) | {"summary": list(summarize(plan)), "formulas": formulas})
+        return
+    if explained:
+        ranks = plan.layouts[0]
+        click.echo(f"{plan.model.name} as {plan.focus.name} on {ranks.world} x {plan.gpu.title}, {title_of(ranks)}")
+        click.echo("\n".join(f"{label:<24} {formula}" for label, formula in explain(plan)))
+        return
+    click.echo("\n".join(summarize(plan)))
+    for table in tables(plan):
+        print_table(table.title, table.columns, table.rows, table.footer)
+    for warning in filter(None, (note, *plan.warnings)):
+        click.echo(f"note: {warning}")
+
+
 def _as_json(plan: ServingPlan) -> dict[str, Any]:
     from quantkit.eval.plan.explain import explain
     from quantkit.eval.plan.summary import summarize
@@ -97,13 +155,14 @@ def _print_formulas(plan: ServingPlan) -> None:
     click.echo("\n".join(f"{label:<24} {formula}" for label, formula in explain(plan)))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(option: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
+        numbers = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
     except ValueError:
-        raise InputError(
-            f"--batch is '{text}', but must be whole numbers with commas between, such as 1,8,32"
-        ) from None
+        numbers = ()
+    if not numbers:
+        raise InputError(f"{option} is '{text}', but must be whole numbers with commas between, such as 1,8,32")
+    return numbers
 
 
 def _choose_gpu(name: str | None) -> tuple[Gpu, str]:

@@ -130,6 +130,71 @@ def test_notes(run_cli: Cli, tmp_path: Path) -> None:
     assert "llm-int8" in out
 
 
+def test_several_gpus(run_cli: Cli) -> None:
+    args = ("plan", "llama-3.1-70b", *H200, "-r", "nf4", "--tensor-parallel", "2,8", "--batch", "1,64")
+    code, out, err = run_cli(*args)
+    assert (code, err) == (0, "")
+    assert out.startswith("2 x H200, tensor 2: nf4 takes")
+    for words in ("tensor 8", "40,960", "2,621,440", "nvlink 64", "pcie 1", "pipeline ahead from batch"):
+        assert words in out, words
+    assert "Cost" not in out
+    assert "At 3 an hour for each GPU; a lower bound." in run_cli(*args, "--price-per-hour", 3)[1]
+    found = json.loads(run_cli(*args, "--json")[1])
+    for layout in found["layouts"]:
+        plain, nf4 = layout["formats"]
+        assert f"{nf4['weight_bytes_per_rank'] / 1e9:.2f}" in out
+        assert f"{nf4['requests']:,}" in out
+        assert plain["stages"][0]["traffic_per_token"]["reduced"] == 2 * 80 * 8192 * 2
+        for speed in (*plain["decode"], *nf4["decode"]):
+            assert f"{speed['times_one_gpu']:.2f}" in out
+            rate = speed["batch"] / speed["seconds"] / layout["gpus"]
+            assert speed["tokens_per_second_per_gpu"] == pytest.approx(rate)
+    assert found["formulas"]["format"] == "nf4"
+    ahead = {
+        (one["gpus"], one["format"], one["link"]): one["pipeline_ahead_from_batch"]
+        for one in found["tensor_or_pipeline"]
+    }
+    assert ahead[8, "nf4", "pcie"] < ahead[8, "nf4", "nvlink"]
+
+
+def test_formulas_of_several_gpus(run_cli: Cli) -> None:
+    layout = ("--tensor-parallel", 8, "--pipeline-parallel", 2, "--link", "nvlink")
+    out = run_cli("plan", "llama-3.1-70b", *H200, *layout, "--explain")[1]
+    for words in (
+        "on 16 x H200, tensor 8 x pipeline 2",
+        "64 / 8 = 8 heads, 8 / 8 = 1 KV heads",
+        "80 x 8,192 x 2 bytes = 1,310,720 bytes",
+        "start + 14 hops + 14/8 x 16,384 bytes / 369.0 GB/s",
+        "(p - 1) / (m + p - 1) = 1 / 3 = 33 %",
+    ):
+        assert words in out, words
+    shared = run_cli("plan", "llama-3.1-70b", *H200, "--tensor-parallel", 16, "--explain", "-r", "fp8")[1]
+    assert "at least 1: ranks share one" in shared
+    assert "320 gathers, 8,519,680 bytes" in shared
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("llama-3.1-70b", "--tensor-parallel", "3"), ("tensor parallel is 3", "64 attention heads", "32 or 64")),
+        (("qwen2.5-32b", "--tensor-parallel", "5"), ("tensor parallel is 5", "8 key-value heads")),
+        (("phi-3-mini", "--tensor-parallel", "32", "--pipeline-parallel", "33"), ("pipeline parallel is 33", "32")),
+        (("llama-3.1-70b", "--tensor-parallel", "0"), ("tensor parallel is 0",)),
+        (("llama-3.1-70b", "--tensor-parallel", "two"), ("--tensor-parallel is 'two'", "whole numbers")),
+        (("llama-3.1-70b", "--tensor-parallel", ","), ("--tensor-parallel is ','", "whole numbers")),
+        (("qwen2.5-1.5b", "--tensor-parallel", "4", "-r", "gptq-w4g128"), ("70 groups of 128", "--tensor-parallel 2")),
+        (("llama-3.1-405b", "--tensor-parallel", "2", "--gpu", "rtx4090"), ("does not fit", "it fits with --tensor")),
+        (("deepseek-v3", "--tensor-parallel", "2"), ("mixture of experts",)),
+        (("llama-3.1-70b", "--tensor-parallel", "2", "--link", "fast"), ("--link is 'fast'", "nvlink")),
+        (("llama-3.1-70b", "--link", "nvlink"), ("--link joins several GPUs", "--tensor-parallel")),
+    ],
+)
+def test_layouts_that_cannot_be(
+    assert_refused: Callable[..., None], tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(tmp_path, "plan", *arguments, words=words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

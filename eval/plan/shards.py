@@ -1,0 +1,134 @@
+"""What one rank holds of a model that is spread over GPUs, and what its tensor ranks tell each other for a token.
+
+A rank is counted as a smaller model: its part of every linear in the layout of its format, its KV heads, its blocks.
+The rules are those of `runtime/parallel`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.errors import InputError
+from quantkit.eval.plan.links import Link
+from quantkit.eval.plan.model import Cache, Decoder, block_others, block_shapes
+from quantkit.eval.plan.weights import KEPT_BYTES, Chosen, WeightPlan, weigh_linears
+from quantkit.formats import Format, Gptq, Shape
+from quantkit.runtime.parallel.ranks import Ranks, local_config
+
+ACTIVATION = 2  # bytes of a number that travels
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the tensor ranks of one stage exchange in a step; bytes are those of whole tensors, for one token."""
+
+    reduces: int  # all-reduces
+    reduced: int  # bytes of all of them together
+    gathers: int  # all-gathers, that of the logits not counted
+    gathered: int
+    logits: int  # bytes of one row; stage 0 only
+
+    def seconds(self, link: Link, tensor: int, tokens: int, rows: int) -> float:
+        """Of a step with so many tokens, of which `rows` are sampled."""
+        total = self.reduces * link.all_reduce(tokens * self.reduced / max(self.reduces, 1), tensor)
+        total += self.gathers * link.all_gather(tokens * self.gathered / max(self.gathers, 1), tensor)
+        return total + (link.all_gather(rows * self.logits, tensor) if self.logits else 0.0)
+
+    def sent(self, tensor: int) -> float:
+        """Bytes that one GPU sends for one sampled token, around a ring."""
+        return (2 * self.reduced + self.gathered + self.logits) * (tensor - 1) / tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank of one stage; all tensor ranks of a stage hold as much."""
+
+    ranks: Ranks
+    decoder: Decoder  # its sizes: heads, KV heads, channels, blocks
+    weights: WeightPlan
+    cache: Cache
+    traffic: Traffic
+
+
+def shard(decoder: Decoder, chosen: Chosen, ranks: Ranks) -> Shard:
+    """The part of `ranks.rank`; InputError where a format's groups would be cut apart."""
+    config, part = decoder.config, local_config(decoder.config, ranks)
+    blocks = ranks.blocks(config.layers)
+    linears, traffic = _linears(decoder, chosen, ranks, block_shapes(part))
+    others = len(blocks) * block_others(part, decoder.raw) + (config.hidden if ranks.last_stage else 0)
+    local = Decoder(part, decoder.raw, linears, others)
+    return Shard(ranks, local, _weigh(decoder, local, chosen, ranks), _cache(local), traffic)
+
+
+def _linears(
+    decoder: Decoder, chosen: Chosen, ranks: Ranks, shapes: dict[str, Shape]
+) -> tuple[dict[str, Shape], Traffic]:
+    """The linears of this rank's blocks, and what their row-parallel ones exchange."""
+    config, family = decoder.config, decoder.config.family
+    output, down = family.groups[1][0], family.groups[3][0]
+    linears: dict[str, Shape] = {}
+    reduces = gathers = gathered = 0
+    for layer in ranks.blocks(config.layers):
+        for name, (rows, inputs) in shapes.items():
+            module = f"{family.blocks}.{layer}.{name}"
+            fmt, whole = chosen.formats[module], decoder.linears[module]
+            linears[module] = (rows, inputs)
+            if name not in (output, down) or ranks.tensor == 1:
+                continue
+            if _gathers(fmt, inputs, attention=name == output):
+                linears[module] = (-(-whole[0] // ranks.tensor), whole[1])
+                gathers, gathered = gathers + 2, gathered + whole[0] + whole[1]
+            else:
+                _check_groups(chosen, module, fmt, whole[1], ranks.tensor)
+                reduces += 1
+    logits = config.vocab * ACTIVATION if ranks.first_stage and ranks.tensor > 1 else 0
+    return linears, Traffic(reduces, reduces * config.hidden * ACTIVATION, gathers, gathered * ACTIVATION, logits)
+
+
+def _gathers(fmt: Format | None, inputs: int, *, attention: bool) -> bool:
+    """Whether a row-parallel layer gathers its inputs, because the sum of parts would not be what one GPU computes.
+
+    Scales of rounded inputs cover a whole token; groups scattered by act-order cross heads.
+    """
+    if isinstance(fmt, Gptq) and fmt.act_order:
+        return attention
+    return fmt is not None and fmt.needs_all_inputs(inputs)
+
+
+def _check_groups(chosen: Chosen, module: str, fmt: Format | None, inputs: int, tensor: int) -> None:
+    unit = 1 if fmt is None else fmt.input_unit(inputs)
+    if inputs % (unit * tensor):
+        fitting = [str(count) for count in range(2, tensor) if inputs % (unit * count) == 0]
+        remedy = f"use --tensor-parallel {' or '.join(fitting)}" if fitting else "use pipeline parallel"
+        raise InputError(
+            f"tensor parallel is {tensor}, but {module} as {chosen.name} has {inputs // unit} groups of {unit} inputs, "
+            f"which must not be cut apart; {remedy}, or smaller groups"
+        )
+
+
+def _weigh(whole: Decoder, local: Decoder, chosen: Chosen, ranks: Ranks) -> WeightPlan:
+    """Stage 0 has the whole embedding, and its part of the head: rows of the embedding where they are one matrix."""
+    config = local.config
+    linear_bytes, operations = weigh_linears(chosen, local.linears)
+    head = ranks.vocabulary_width(config.vocab) * config.hidden if ranks.first_stage else 0
+    embedding = whole.embedding if ranks.first_stage else 0
+    kept = embedding + (0 if config.tied else head) + local.other
+    operations = {"bf16": 0} | operations
+    operations["bf16"] += 2 * head
+    return WeightPlan(
+        name=chosen.name,
+        scheme=chosen.scheme,
+        bytes=linear_bytes + KEPT_BYTES * kept,
+        read=linear_bytes + KEPT_BYTES * (head + local.other),
+        linear_bytes=linear_bytes,
+        linear_bits=8 * linear_bytes / local.linear_weights,
+        parameters=local.linear_weights + kept,
+        operations=operations,
+        head_operations=2 * head,
+    )
+
+
+def _cache(local: Decoder) -> Cache:
+    config = local.config
+    formula = f"2 x {config.kv_heads} kv heads x {config.head_dim}"
+    return Cache("rank", 2 * config.kv_heads * config.head_dim, config.windows, formula)
