@@ -22,6 +22,7 @@ COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "deploy",
     "eval",
     "bench",
     "compare",

@@ -62,6 +62,8 @@ ALLOWED["eval"] = (
     ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection", "planning"}
 )
 ALLOWED["medusa"] = {"bundled", "calibration", "checkpoint", "reference", "runtime", "sources", "wording"}
+ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection", "runtime", "sources", "wording"}
+ALLOWED["deploy"] = {"checkpoint", "errors", "runtime", "sources", "strict_yaml", "wording"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
 EVERYWHERE = {"errors", "progress"}
