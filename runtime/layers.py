@@ -64,7 +64,7 @@ class Block:
 class Weights:
     """All weights of a model, or those of one rank (`parallel/ranks.py`)."""
 
-    embedding: Tensor  # [vocab, hidden]; without rows on later stages
+    embedding: Tensor  # [vocab, hidden]; of several ranks each has its rows, and those of later stages none
     blocks: tuple[Block, ...]
     norm: Tensor | None  # on the last stage only
     head: Linear  # this rank's part of the vocabulary; without weights on later stages

@@ -166,10 +166,10 @@ def load_weights(
 ) -> Weights:
     """Every weight of a model, or those of one rank, on its device. `config` is the whole model's."""
     reader = _Reader(checkpoint, config, dtype, device)
+    rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
+    embedding = torch.empty(rows.stop - rows.start, config.hidden, dtype=dtype, device=device)
     if ranks.first_stage:
-        embedding = reader.tensor("model.embed_tokens.weight", (config.vocab, config.hidden))
-    else:
-        embedding = torch.empty(0, config.hidden, dtype=dtype, device=device)
+        reader.fill(embedding, "model.embed_tokens.weight", (config.vocab, config.hidden), rows)
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
     norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
     return Weights(embedding, blocks, norm, _head(reader, embedding, ranks))
@@ -179,9 +179,9 @@ def _head(reader: _Reader, embedding: Tensor, ranks: Ranks) -> Linear:
     config = reader.config
     if not ranks.first_stage:
         return Linear(())
-    rows = ranks.vocabulary(config.vocab)
     if config.tied:
-        return Linear((embedding if ranks.tensor == 1 else embedding[rows],))
+        return Linear((embedding,))
+    rows = ranks.vocabulary(config.vocab)
     share = GroupShare((Share((rows,), slice(0, config.hidden)),)) if ranks.tensor > 1 else None
     return reader.linear(["lm_head"], [config.vocab], config.hidden, share)
 

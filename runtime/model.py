@@ -82,7 +82,7 @@ class Decoder:
         A stage that is not the last returns what the next one goes on from, as `received`, which it overwrites.
         """
         ops, config, blocks = self._ops, self.config, self.weights.blocks
-        residual: Tensor = self._embedded(batch) if received is None else received
+        residual = self.embeddings(batch.ids, config.embedding_scale) if received is None else received
         x: Tensor = ops.rms_norm(residual, blocks[0].before_attention, config.norm_eps, plus_one=config.plus_one)
         following = [*(block.before_attention for block in blocks[1:]), self.weights.norm]
         for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
@@ -91,6 +91,13 @@ class Decoder:
             x = self._whole(block.down, ops.gated_activation(block.gate_up(x), config.activation))
             x = self._add(x, block.after_mlp, residual, next_norm)
         return x
+
+    @torch.inference_mode()
+    def embeddings(self, ids: Tensor, scale: float | None = None) -> Tensor:
+        """Of tokens, [tokens, hidden], on every rank of the first stage: the one that has a token's row adds it."""
+        first = self._ranks.vocabulary(self.config.vocab).start
+        own = ids - first if first else ids  # those of others have no row here
+        return self._group.all_reduce(self._ops.embed(own, self.weights.embedding, scale=scale))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -104,10 +111,6 @@ class Decoder:
         missing = self._ranks.vocabulary_width(self.config.vocab) - logits.shape[1]
         logits = self._group.all_gather(torch.nn.functional.pad(logits, (0, missing)))
         return logits[:, : self.config.vocab].contiguous()
-
-    def _embedded(self, batch: Batch) -> Tensor:
-        embedded: Tensor = self._ops.embed(batch.ids, self.weights.embedding, scale=self.config.embedding_scale)
-        return embedded
 
     def _whole(self, layer: Linear, x: Tensor) -> Tensor:
         """What a layer that is cut over the tensor ranks gives, from each rank's part of its inputs."""

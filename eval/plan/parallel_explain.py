@@ -33,12 +33,10 @@ def _weights(plan: ParallelPlan, stage: Stage) -> Iterator[Line]:
     weights = part.weights
     stored = f"{part.decoder.linear_weights:,} weights x {weights.linear_bits:.4f} bits / 8"
     yield "linears of a rank", f"{stored} = {_gb(weights.linear_bytes)} ({weights.scheme})"
-    size = f"{config.vocab:,} x {config.hidden:,} x {KEPT_BYTES}"
-    yield "embedding, whole", f"{size} = {_gb(KEPT_BYTES * plan.decoder.embedding)}"
-    if not config.tied:
-        rows = ranks.vocabulary_width(config.vocab)
-        head = f"{rows:,} of {config.vocab:,} rows x {config.hidden:,} x {KEPT_BYTES}"
-        yield "head of a rank", f"{head} = {_gb(KEPT_BYTES * rows * config.hidden)}"
+    rows = ranks.vocabulary_width(config.vocab)
+    size = f"{rows:,} of {config.vocab:,} rows x {config.hidden:,} x {KEPT_BYTES}"
+    yield "embedding of a rank", f"{size} = {_gb(KEPT_BYTES * rows * config.hidden)}"
+    yield "head of a rank", "the same rows" if config.tied else "as much"
     yield "norms and biases", f"{part.decoder.other:,} x {KEPT_BYTES} = {KEPT_BYTES * part.decoder.other:,} bytes"
     yield "weights of a rank", f"the sum of these = {_gb(weights.bytes)}"
 
@@ -61,7 +59,7 @@ def _exchange(plan: ParallelPlan, stage: Stage, link: Link) -> Iterator[Line]:
     told, tensor, hidden = stage.shard.traffic, stage.shard.ranks.tensor, plan.decoder.config.hidden
     if told.reduces:
         sizes = f"{told.reduces} x {hidden:,} x {ACTIVATION} bytes"
-        yield "all-reduced for a token", f"{sizes} = {told.reduced:,} bytes (after attention and after the MLP)"
+        yield "all-reduced for a token", f"{sizes} = {told.reduced:,} bytes (embedding, attention, MLP)"
     if told.gathers:
         what = "inputs and outputs of layers that round their inputs, or whose groups act-order scattered"
         yield "gathered for a token", f"{told.gathers} gathers, {told.gathered:,} bytes ({what})"

@@ -57,7 +57,7 @@ def shard(decoder: Decoder, chosen: Chosen, ranks: Ranks) -> Shard:
     linears, traffic = _linears(decoder, chosen, ranks, block_shapes(part))
     others = len(blocks) * block_others(part, decoder.raw) + (config.hidden if ranks.last_stage else 0)
     local = Decoder(part, decoder.raw, linears, others)
-    return Shard(ranks, local, _weigh(decoder, local, chosen, ranks), _cache(local), traffic)
+    return Shard(ranks, local, _weigh(local, chosen, ranks), _cache(local), traffic)
 
 
 def _linears(
@@ -81,7 +81,9 @@ def _linears(
             else:
                 _check_groups(chosen, module, fmt, whole[1], ranks.tensor)
                 reduces += 1
-    logits = config.vocab * ACTIVATION if ranks.first_stage and ranks.tensor > 1 else 0
+    first = ranks.first_stage and ranks.tensor > 1
+    reduces += first  # the embedding
+    logits = config.vocab * ACTIVATION if first else 0
     return linears, Traffic(reduces, reduces * config.hidden * ACTIVATION, gathers, gathered * ACTIVATION, logits)
 
 
@@ -106,13 +108,12 @@ def _check_groups(chosen: Chosen, module: str, fmt: Format | None, inputs: int, 
         )
 
 
-def _weigh(whole: Decoder, local: Decoder, chosen: Chosen, ranks: Ranks) -> WeightPlan:
-    """Stage 0 has the whole embedding, and its part of the head: rows of the embedding where they are one matrix."""
+def _weigh(local: Decoder, chosen: Chosen, ranks: Ranks) -> WeightPlan:
+    """Stage 0 has the same rows of embedding and head, which may be one matrix."""
     config = local.config
     linear_bytes, operations = weigh_linears(chosen, local.linears)
     head = ranks.vocabulary_width(config.vocab) * config.hidden if ranks.first_stage else 0
-    embedding = whole.embedding if ranks.first_stage else 0
-    kept = embedding + (0 if config.tied else head) + local.other
+    kept = head + (0 if config.tied else head) + local.other
     operations = {"bf16": 0} | operations
     operations["bf16"] += 2 * head
     return WeightPlan(

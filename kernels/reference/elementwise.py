@@ -30,6 +30,8 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 def embed(ids: Tensor, table: Tensor, *, scale: float | None = None) -> Tensor:
     """See `embedding.py`."""
+    if len(table) == 0:
+        return table.new_zeros(len(ids), table.shape[1])
     known = (ids >= 0) & (ids < len(table))
     rows = table[torch.where(known, ids, 0)] * known[:, None]
     return rows if scale is None else rows * torch.tensor(scale, dtype=table.dtype, device=table.device)

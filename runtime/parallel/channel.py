@@ -31,10 +31,11 @@ class Kind(IntEnum):
     ROWS = 3  # the rows of a step are back at the first stage: compute their logits
     BATCH = 4  # compute a batch beside the scheduler's steps
     LOGITS = 5  # compute logits of hidden states that rank 0 gives
-    KEEP = 6  # move keys and values of single tokens
-    CAPTURE = 7  # make a graph
-    REPORT = 8  # say how long you computed
-    STOP = 9
+    EMBED = 6  # look up tokens that rank 0 gives
+    KEEP = 7  # move keys and values of single tokens
+    CAPTURE = 8  # make a graph
+    REPORT = 9  # say how long you computed
+    STOP = 10
 
 
 class Channel:

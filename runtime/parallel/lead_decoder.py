@@ -36,6 +36,14 @@ class LeadDecoder(Decoder):
             return rows.wait()
 
     @torch.inference_mode()
+    def embeddings(self, ids: Tensor, scale: float | None = None) -> Tensor:
+        with self._lead.guarded():
+            if self._links.ranks.tensor > 1:
+                self._lead.send(Kind.EMBED, [[len(ids)]], first_stage=True)
+                ids = self._links.group.broadcast(ids.contiguous())
+            return self._own.embeddings(ids, scale)
+
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         with self._lead.guarded():
             if self._links.ranks.tensor > 1:

@@ -35,12 +35,10 @@ def _share(name: str, config: ModelConfig, ranks: Ranks, shares: dict[str, float
         if int(layer) not in ranks.blocks(config.layers):
             return 0.0
         return shares.get(inside.rpartition(".")[0], 1.0)  # norms are everywhere
-    if name.startswith("lm_head."):
-        rows = ranks.vocabulary(config.vocab)
-        return (rows.stop - rows.start) / config.vocab if ranks.first_stage else 0.0
     if name.startswith("model.norm."):
         return float(ranks.last_stage)
-    return float(ranks.first_stage)  # the embedding
+    rows = ranks.vocabulary(config.vocab)  # of embedding and head
+    return (rows.stop - rows.start) / config.vocab if ranks.first_stage else 0.0
 
 
 def _linear_shares(config: ModelConfig, ranks: Ranks) -> dict[str, float]:

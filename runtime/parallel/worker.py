@@ -120,6 +120,7 @@ class Worker:
             Kind.ROWS: lambda lists: self._rows(),
             Kind.BATCH: self._batch,
             Kind.LOGITS: self._logits,
+            Kind.EMBED: self._embed,
             Kind.KEEP: self._keep,
             Kind.CAPTURE: self._capture,
             Kind.REPORT: lambda lists: self._channel.say({"busy": self._part.clock.take()}),
@@ -170,6 +171,10 @@ class Worker:
         weights = self._part.decoder.weights
         hidden = weights.embedding.new_empty(lists[0][0], weights.embedding.shape[1])
         self._part.decoder.logits(self._links.group.broadcast(hidden))
+
+    def _embed(self, lists: Lists) -> None:
+        ids = torch.empty(lists[0][0], dtype=torch.int64, device=self._part.device)
+        self._part.decoder.embeddings(self._links.group.broadcast(ids))
 
     def _keep(self, lists: Lists) -> None:
         sources, targets = (self._part.places.to_device(slots) for slots in lists)

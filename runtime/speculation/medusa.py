@@ -71,7 +71,7 @@ class MedusaDrafter:
 
     def _best_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Of every head, the most probable first: [heads, rows, ranks]."""
-        ahead = self._heads.hidden(hidden, self._decoder.weights.embedding[tokens])
+        ahead = self._heads.hidden(hidden, self._decoder.embeddings(tokens))
         logits = self._decoder.logits(ahead.flatten(0, 1)).view(*ahead.shape[:2], -1)
         return logits.topk(self._ranks, dim=-1).indices
 

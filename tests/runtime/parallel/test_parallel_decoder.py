@@ -154,7 +154,7 @@ def test_every_kind_of_format(recipe: str, tensor: int, tiny_model: Path, tmp_pa
     groups, _ = assert_as_alone(tmp_path / "out", tensor, vocab=512)
     layers = 2
     exchanges = ["gather", "gather"] if recipe in ROUNDED else ["sum"]
-    assert groups[0].calls == ([*exchanges, *exchanges] * layers + ["gather"]) * rank_of.TOKENS
+    assert groups[0].calls == ["sum", *[*exchanges, *exchanges] * layers, "gather"] * rank_of.TOKENS
 
 
 def test_act_order_needs_no_exchange_of_its_own(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_act_order_needs_no_exchange_of_its_own(tmp_path: Path) -> None:
     assert checkpoint.scattered_groups("model.layers.0.mlp.down_proj") is not None
     groups, parts = assert_as_alone(tmp_path / "out", 2, vocab=4096)
     layers = checkpoint.config["num_hidden_layers"]
-    assert groups[0].calls == (["gather", "gather", "sum"] * layers + ["gather"]) * rank_of.TOKENS
+    assert groups[0].calls == ["sum", *["gather", "gather", "sum"] * layers, "gather"] * rank_of.TOKENS
     assert all(weight.order is None for part in parts for block in part.weights.blocks for weight in block.down.weights)
 
 
@@ -181,7 +181,7 @@ def test_blocks_of_128(tensor: int, tiny_model: Path, tmp_path: Path) -> None:
     assert float(rows.max()) < (2e-2 if tensor == 2 else 1e-5)
     assert float(rows.min()) < 1e-5
     attention = ["sum"] if tensor == 2 else ["gather", "gather"]
-    assert groups[0].calls == ([*attention, "gather", "gather"] * 2 + ["gather"]) * rank_of.TOKENS
+    assert groups[0].calls == ["sum", *[*attention, "gather", "gather"] * 2, "gather"] * rank_of.TOKENS
 
 
 @pytest.mark.parametrize("tied", [True, False])
