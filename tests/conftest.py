@@ -1,7 +1,8 @@
 """Shared fixtures: tiny random models saved as real checkpoints. Nothing here needs a network or a GPU."""
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Calls the command line in this process: (exit code, stdout, stderr)."""
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Calls the command line in this process: (exit code, stdout, stderr). A server's logging ends with the test."""
     from quantkit.cli import main
+
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
 
     def run(*args: object) -> tuple[int, str, str]:
         try:
@@ -49,7 +53,9 @@ def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
-    return run
+    yield run
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_several_gpus(run_cli: Cli) -> None:
     code, out, err = run_cli(*args)
     assert (code, err) == (0, "")
     assert out.startswith("2 x H200, tensor 2: nf4 takes")
-    for words in ("tensor 8", "40,960", "2,621,440", "nvlink 64", "pcie 1", "pipeline ahead from batch"):
+    for words in ("tensor 8", "40,960", "2,637,824", "nvlink 64", "pcie 1", "pipeline ahead from batch"):
         assert words in out, words
     assert "Cost" not in out
     assert "At 3 an hour for each GPU; a lower bound." in run_cli(*args, "--price-per-hour", 3)[1]
@@ -144,7 +144,7 @@ def test_several_gpus(run_cli: Cli) -> None:
         plain, nf4 = layout["formats"]
         assert f"{nf4['weight_bytes_per_rank'] / 1e9:.2f}" in out
         assert f"{nf4['requests']:,}" in out
-        assert plain["stages"][0]["traffic_per_token"]["reduced"] == 2 * 80 * 8192 * 2
+        assert plain["stages"][0]["traffic_per_token"]["reduced"] == (1 + 2 * 80) * 8192 * 2
         for speed in (*plain["decode"], *nf4["decode"]):
             assert f"{speed['times_one_gpu']:.2f}" in out
             rate = speed["batch"] / speed["seconds"] / layout["gpus"]
@@ -163,7 +163,7 @@ def test_formulas_of_several_gpus(run_cli: Cli) -> None:
     for words in (
         "on 16 x H200, tensor 8 x pipeline 2",
         "64 / 8 = 8 heads, 8 / 8 = 1 KV heads",
-        "80 x 8,192 x 2 bytes = 1,310,720 bytes",
+        "81 x 8,192 x 2 bytes = 1,327,104 bytes",
         "start + 14 hops + 14/8 x 16,384 bytes / 369.0 GB/s",
         "(p - 1) / (m + p - 1) = 1 / 3 = 33 %",
     ):
