@@ -1,5 +1,6 @@
 """Shared fixtures: tiny random models saved as real checkpoints. Nothing here needs a network or a GPU."""
 
+import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -34,6 +35,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`quantized_demo(recipe, *changes)`: the bundled model in a folder that nobody may change, little calibrated.
+
+    All processes that run tests share it: the first to ask makes it.
+    """
+    from quantkit import quantize
+    from quantkit.calibration import Calibration
+    from quantkit.recipe import load_recipe
+
+    top = tmp_path_factory.getbasetemp()
+    shared = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "quantized-demo"
+    shared.mkdir(exist_ok=True)
+
+    def make(recipe: str, *changes: str) -> Path:
+        folder = shared / "-".join((recipe, *changes))
+        with (shared / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                loaded = load_recipe(recipe, changes)
+                few = Calibration(samples=2, seq_len=64) if loaded.needs_data else None
+                quantize("demo", loaded, folder, calibration=few, quality_windows=0)
+        return folder
+
+    return make
 
 
 @pytest.fixture

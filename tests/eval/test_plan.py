@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from quantkit.eval.plan.roofline import HELPS, Ceiling, stops_helping
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.plan.weights import WeightPlan, in_format, quantized, unquantized
 from quantkit.eval.shapes import PLAIN_SHAPES, SHAPES
-from quantkit.pipeline import quantize
 from quantkit.planning import layer_bytes
 from quantkit.recipe import load_recipe
 from quantkit.runtime import memory as runtime_memory
@@ -115,10 +115,10 @@ def test_sliding_layers_read_their_window_only() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rtn-w4g128", "nf4", "llm-int8", "fp8"])
-def test_bytes_are_those_of_a_real_checkpoint(recipe: str, tmp_path: Path) -> None:
-    quantize("demo", recipe, tmp_path / "q", quality_windows=0)
-    written = sum(stored.nbytes for stored in Checkpoint(tmp_path / "q").tensors.values())
-    files = sum(file.stat().st_size for file in (tmp_path / "q").glob("*.safetensors"))
+def test_bytes_are_those_of_a_real_checkpoint(recipe: str, quantized_demo: Callable[..., Path]) -> None:
+    folder = quantized_demo(recipe)
+    written = sum(stored.nbytes for stored in Checkpoint(folder).tensors.values())
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     planned = quantized(model_of("demo"), load_recipe(recipe), layer_bytes).bytes
     state_text = 8 * 35 if recipe == "nf4" else 0  # bitsandbytes notes each layer's shape as text
     assert abs(planned - written) <= state_text

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from quantkit.eval.plan.shards import Shard, shard
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.plan.weights import Chosen, choose, in_format, keep, quantized, unquantized
 from quantkit.formats import CtFloat8, CtInt8, Format, Gptq, LlmInt8, Nf4
-from quantkit.pipeline import quantize
 from quantkit.planning import layer_bytes
 from quantkit.recipe import load_recipe
 from quantkit.runtime.model_config import read_model_config
@@ -242,10 +242,11 @@ def test_room_is_that_of_the_tightest_stage() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "tolerance"), [("rtn-w4g64", 0.012), ("nf4", 0.055), ("llm-int8", 0.01)])
-def test_a_rank_takes_what_the_engine_counts(recipe: str, tolerance: float, tmp_path: Path) -> None:
+def test_a_rank_takes_what_the_engine_counts(
+    recipe: str, tolerance: float, quantized_demo: Callable[..., Path]
+) -> None:
     """Of a real checkpoint. The engine takes shares of files, where the plan knows which parts are never cut."""
-    quantize("demo", recipe, tmp_path / "q", quality_windows=0)
-    checkpoint = Checkpoint(tmp_path / "q")
+    checkpoint = Checkpoint(quantized_demo(recipe))
     config = read_model_config(checkpoint.config)
     for ranks in (Ranks(2), Ranks(4), Ranks(1, 2), Ranks(2, 2)):
         for part in shards("demo", ranks, recipe):

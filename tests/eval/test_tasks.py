@@ -17,7 +17,6 @@ from quantkit.eval.tasks.engine_model import EngineModel
 from quantkit.eval.tasks.results import TaskResults
 from quantkit.eval.tasks.run import run_tasks
 from quantkit.eval.tasks.scoring import MOST_FORCED
-from quantkit.pipeline import quantize
 from quantkit.reference import load_reference, load_tokenizer
 from quantkit.runtime.llm import LLM
 
@@ -105,9 +104,8 @@ def test_6_documents_equal_the_hf_model() -> None:
     same_scores(ours, theirs)
 
 
-def test_a_quantized_checkpoint_equals_the_hf_model(tmp_path: Path) -> None:
-    quantize("demo", "nf4", tmp_path / "nf4", quality_windows=0)
-    ours, theirs = both(tmp_path / "nf4", "local", limit=2)
+def test_a_quantized_checkpoint_equals_the_hf_model(quantized_demo: Callable[..., Path]) -> None:
+    ours, theirs = both(quantized_demo("nf4"), "local", limit=2)
     assert compare(ours, theirs) == {"items": 8, "scored": 10, "rolled": 2, "written": 2}
     assert ours.setting.model == "nf4"
 

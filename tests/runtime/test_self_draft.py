@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import quantkit
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.params import SamplingParams
@@ -17,12 +17,9 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(quantized_demo: Callable[..., Path]) -> dict[str, Path]:
     """The bundled model in several formats."""
-    folder = tmp_path_factory.mktemp("pairs")
-    for recipe in ("nf4", "rtn-w4g128", "rtn-w3g128"):
-        quantkit.quantize("demo", recipe, folder / recipe, quality_windows=0)
-    return {recipe.name: recipe for recipe in folder.iterdir()}
+    return {recipe: quantized_demo(recipe) for recipe in ("nf4", "rtn-w4g128", "rtn-w3g128")}
 
 
 def answers(model: Path | str, speculative: str | None) -> tuple[list[list[int]], float]:

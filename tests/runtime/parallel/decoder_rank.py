@@ -147,7 +147,7 @@ def _run(rank: int, job: dict[str, Any]) -> dict[str, Any] | None:
     part = make_part(job["folder"], ranks, group, torch.float32, len(job["prompts"]))
     found = answer(step_over_processes(part, part.decoder.config.hidden), job["prompts"])
     return {
-        "logits": found.logits,
+        "logits": found.logits.tolist(),
         "tokens": found.tokens,
         "blocks": weight_bytes(part.weights.blocks),
         "all": weight_bytes(part.weights),
@@ -158,7 +158,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
     jobs = json.loads((folder / "jobs.json").read_text())
-    torch.save([_run(rank, job) for job in jobs], folder / f"{rank}.pt")
+    (folder / f"{rank}.json").write_text(json.dumps([_run(rank, job) for job in jobs]))
     dist.barrier()
     dist.destroy_process_group()
 

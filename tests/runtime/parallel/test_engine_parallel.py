@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import quantkit
-from quantkit.calibration import Calibration
-from quantkit.recipe import load_recipe
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.guides import GuideCompiler, GuideSpec
 from quantkit.runtime.options import EngineOptions
@@ -125,18 +122,13 @@ class Alone:
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
+def alone(quantized_demo: Callable[..., Path]) -> Callable[[str], Alone]:
     """`alone(name)`: the bundled model in a format, and what one process answers; made when it is first asked for."""
     made: dict[str, Alone] = {}
 
     def make(name: str) -> Alone:
         if name not in made:
-            folder: Path | str = "demo"
-            if RECIPES[name]:
-                folder = tmp_path_factory.mktemp("ranks") / name
-                recipe = load_recipe(RECIPES[name][0], RECIPES[name][1:])
-                few = Calibration(samples=2, seq_len=64) if recipe.needs_data else None
-                quantkit.quantize("demo", recipe, folder, calibration=few, quality_windows=0)
+            folder = quantized_demo(*RECIPES[name]) if RECIPES[name] else "demo"
             engine = start_engine(folder, EngineOptions(**SMALL))
             scores = score_tokens(engine, torch.arange(5, 60))
             weights = resident_bytes(engine.runner.decoder.weights)

@@ -25,10 +25,8 @@ CONTEXT = 128
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("several") / "packed"
-    quantkit.quantize("demo", "nf4", folder)
-    return folder
+def packed(quantized_demo: Callable[..., Path]) -> Path:
+    return quantized_demo("nf4")
 
 
 @pytest.fixture(scope="module")
