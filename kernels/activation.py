@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -36,7 +37,9 @@ def _activate(
     width,
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_last(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
@@ -75,6 +78,7 @@ def gated_activation(gate_up: Tensor, activation: str, *, out: Tensor | None = N
         GELU=activation == "gelu_pytorch_tanh",
         BLOCK=_BLOCK,
         num_warps=4,
+        **chained(gate_up.device),
     )
     return out
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check_rows, check_same_device, check_shape
 
 _BLOCK = 1024
@@ -30,7 +31,9 @@ def _gather(
     factor,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_last(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
@@ -70,5 +73,6 @@ def embed(ids: Tensor, table: Tensor, *, scale: float | None = None, out: Tensor
         SCALED=scale is not None,
         BLOCK=_BLOCK,
         num_warps=4,
+        **chained(table.device),
     )
     return out

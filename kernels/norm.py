@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check_rows, check_same_device, check_shape
 
 LARGEST_WIDTH = 32768
@@ -37,6 +38,7 @@ def _norm_rows(
     ADD: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -44,6 +46,7 @@ def _norm_rows(
     dtype = out.dtype.element_ty
     # Loaded before the sum over the row, so that both wait for memory at once.
     scale = tl.load(weight + columns, mask=here, other=0.0).to(tl.float32)
+    wait_for_last(CHAINED)
     row = tl.load(x + token * x_stride + columns, mask=here, other=0.0).to(tl.float32)
     if ADD:
         place = residual + token * residual_stride + columns
@@ -96,6 +99,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float
         PLUS_ONE=plus_one,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads of a half
+        **chained(x.device),
     )
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import (
     HALVES,
     check_contiguous,
@@ -133,7 +134,9 @@ def _rotate(
     GROUP: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_last(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     half: tl.constexpr = ROTARY_DIM // 2
@@ -255,6 +258,7 @@ def rotate_and_cache(
         HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
         REST_BLOCK=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
         num_warps=warps,
+        **chained(qkv.device),
     )
     return out
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.assembly import TRITON
 from quantkit.kernels.linear.eight_bit import EightBitWeight
@@ -75,6 +76,7 @@ def _eight_bit(
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -84,6 +86,7 @@ def _eight_bit(
     first = split * per_split
     last_step = tl.minimum(first + per_split, columns // DEPTH)
     weight_rows = weights + row.to(tl.int64)[:, None] * columns
+    wait_for_last(CHAINED)
     if FLOAT8:
         acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     else:
@@ -239,6 +242,7 @@ def launch(
         OUTPUTS=config.outputs,
         TOKENS=config.tokens,
         DEPTH=config.depth,
+        **chained(x.device),
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.assembly import TRITON
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.packed import TICKETS
@@ -77,6 +78,7 @@ def _find(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     LISTED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (i, j) looks at group i of columns in the tokens of share j. Without LIST it stores flags [j, column].
 
@@ -84,6 +86,7 @@ def _find(
     the last ticket, `tickets` [0], turns them into flags [column] and the list, and leaves zeros. Integers only: the
     order in which programs arrive changes nothing.
     """
+    wait_for_last(CHAINED)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1) * share
     found = tl.zeros((TOKENS, COLUMNS), tl.int32)
@@ -143,8 +146,10 @@ def _split(
     WIDTH: tl.constexpr,
     DENSE: tl.constexpr,
     ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """The first `gathers` programs copy the columns of weights, ROWS each; the others take one token each."""
+    wait_for_last(CHAINED)
     program = tl.program_id(0)
     count = tl.load(outliers)
     index = tl.arange(0, DENSE)
@@ -199,14 +204,15 @@ def split_columns(x: Tensor, weight: EightBitWeight, codes: Tensor, scales: Tens
         WIDTH=width,
         DENSE=DENSE,
         ROWS=_GATHERED_ROWS,
-        num_warps=warps_of_row(width),
+        num_warps=warps_of_row(width, tokens),
+        **chained(x.device),
     )
     return outliers, dense
 
 
-def warps_of_row(width: int) -> int:
-    """Of the program that holds a token's values, their number rounded up to a power of two."""
-    return max(4, min(16, width // 1024))
+def warps_of_row(width: int, tokens: int) -> int:
+    """Of the program that holds a token's values, their number rounded up to a power of two. Few programs get many."""
+    return max(4, min(32, width // 256) if tokens <= 8 else min(16, width // 1024))
 
 
 def _launch_find(x: Tensor, weight: EightBitWeight, flags: Tensor, outliers: Tensor | None, share: int) -> None:
@@ -229,4 +235,5 @@ def _launch_find(x: Tensor, weight: EightBitWeight, flags: Tensor, outliers: Ten
         TOKENS=_MANY_AT_ONCE if many else _FEW_AT_ONCE,
         LISTED=_LISTED,
         num_warps=8 if many else 4,
+        **chained(x.device),
     )

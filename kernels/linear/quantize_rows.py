@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.outliers import (
     FEW_TOKENS,
@@ -65,7 +66,9 @@ def _quantize_rows(
     FIND: tl.constexpr,
     INTERPRET: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_last(CHAINED)
     token = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     inside = column < inputs
@@ -82,8 +85,10 @@ def _quantize_rows(
                 flag = tl.load(flags + share * columns + column, mask=column < columns, other=0)
                 found = tl.maximum(found, flag.to(tl.int32))
         if token == 0:
-            tl.store(outliers + tl.cumsum(found, axis=0), column, mask=found > 0)
-            tl.store(outliers, tl.sum(found, axis=0))
+            count = tl.sum(found, axis=0)
+            tl.store(outliers, count)
+            if count > 0:
+                tl.store(outliers + tl.cumsum(found, axis=0), column, mask=found > 0)
         store_bytes(value, found, stored, scales + token, column < columns)
     elif ACTIVATIONS == "block":
         blocks: tl.constexpr = WIDTH // 128
@@ -158,6 +163,7 @@ def quantize_rows(x: Tensor, weight: EightBitWeight) -> QuantizedRows:
         FIND=tokens <= _ONE_LAUNCH,
         INTERPRET=triton.knobs.runtime.interpret,
         WIDTH=width,
-        num_warps=warps_of_row(width),
+        num_warps=warps_of_row(width, tokens),
+        **chained(x.device),
     )
     return QuantizedRows(codes, scales, outliers, None)
