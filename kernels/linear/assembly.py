@@ -7,6 +7,11 @@ bits are more than bfloat16's mantissa has; there the code is (128 + its low sev
 
 Every text below works on two neighbouring lanes at once (`pack=2`) and gives eight registers, one a slab, each with the
 two lanes' values. Nothing depends on which two lanes the compiler puts together.
+
+Tables (NF4, FP4) have no such formula. Byte permutes look four codes up at once, in registers: the loop of `skinny.py`
+has 5.2 instructions a weight so, 3.1 of them for the integer unit. A table of pairs in shared memory (`pair_table`) has
+an entry for each of the 256 pairs of codes, the two values in one register: 3.2 instructions a weight, 1.0 of them
+integer. With 32 copies of the table each lane of a warp has its own memory bank.
 """
 
 from __future__ import annotations
@@ -25,14 +30,16 @@ _X2 = {"bf16": "bf16x2", "fp16": "f16x2"}
 
 
 @cache
-def assembly(kind: str, dtype: str, table: tuple[float, ...] = (), zeros: int = 0) -> tuple[str, str]:
+def assembly(kind: str, dtype: str, table: tuple[float, ...] = (), zeros: int = 0, copies: int = 0) -> tuple[str, str]:
     """(text, constraints) for codes of a kind and values in `bf16` or `fp16`.
+
+    `copies` of a table of pairs stand in shared memory, where `pair_table` has put them; 0: byte permutes.
 
     Operands behind the eight results: the words, then the high parts (int3, int8), then `zeros` numbers whose low byte
     is the zero point of so many equal parts of the chunk. Without any, it is the middle code.
     """
     if kind in _TABLES:
-        body, operands = _codebook(dtype, table)
+        body, operands = _pairs(copies) if copies else _codebook(dtype, table)
     else:
         body, operands = _INTEGERS[kind](dtype)
         for part in range(max(1, zeros)):
@@ -129,31 +136,92 @@ def _codebook(dtype: str, table: tuple[float, ...]) -> tuple[list[str], int]:
     bit 3 names.
     """
     low, high = _byte_tables(table, dtype)
-    select = "0xE2"  # lop3: (a & b) | (c & ~b)
-    lines = [
-        "shl.b32 t, $9, 4;",
-        f"lop3.b32 a, $8, 0x0F0F0F0F, t, {select};",  # codes of slabs 0, 2, 4, 6, lanes alternating
-        "shr.u32 t, $8, 4;",
-        f"lop3.b32 b, t, 0x0F0F0F0F, $9, {select};",  # slabs 1, 3, 5, 7
-    ]
+    lines = _mixed()
     for parity, codes in enumerate(("a", "b")):
         lines += [
             f"and.b32 p, {codes}, 0x77777777;",
             f"shr.u32 t, {codes}, 1;",
-            f"lop3.b32 q, t, 0x44444444, 0x32103210, {_AND_OR};",
+            f"lop3.b32 s, t, 0x44444444, 0x32103210, {_AND_OR};",
         ]
         for half in range(2):
             if half:
-                lines += ["shr.u32 p, p, 16;", "shr.u32 q, q, 16;"]
-            for target, entries in (("u", low), ("v", high)):
-                lines += [
-                    f"prmt.b32 r, {entries[0]}, {entries[1]}, p;",
-                    f"prmt.b32 s, {entries[2]}, {entries[3]}, p;",
-                    f"prmt.b32 {target}, r, s, q;",
-                ]
+                lines += ["shr.u32 p, p, 16;", "shr.u32 s, s, 16;"]
+            lines += [*_permuted("u", low, "p", "s"), *_permuted("v", high, "p", "s")]
             slab = 4 * half + parity
             lines += [f"prmt.b32 ${slab}, u, v, 0x5140;", f"prmt.b32 ${slab + 2}, u, v, 0x7362;"]
     return lines, 2
+
+
+def _mixed() -> list[str]:
+    """Words of two lanes -> words whose bytes hold both lanes' codes of a slab, the first lane's below."""
+    select = "0xE2"  # lop3: (a & b) | (c & ~b)
+    return [
+        "shl.b32 t, $9, 4;",
+        f"lop3.b32 a, $8, 0x0F0F0F0F, t, {select};",  # slabs 0, 2, 4, 6
+        "shr.u32 t, $8, 4;",
+        f"lop3.b32 b, t, 0x0F0F0F0F, $9, {select};",  # slabs 1, 3, 5, 7
+    ]
+
+
+def _pairs(copies: int) -> tuple[list[str], int]:
+    """Each byte of two mixed words is an entry of the table of pairs; products run beside the integer unit."""
+    lines = [*_own_copy("p", copies), *_mixed()]
+    for parity, codes in enumerate(("a", "b")):
+        for byte in range(4):
+            lines += [
+                f"prmt.b32 t, {codes}, 0, 0x444{byte};",
+                f"mad.lo.u32 t, t, {4 * copies}, p;",
+                f"ld.shared.b32 ${2 * byte + parity}, [t];",
+            ]
+    return lines, 2
+
+
+def _own_copy(target: str, copies: int) -> list[str]:
+    """Where entry 0 of this lane's copy stands."""
+    return ["mov.u32 t, %tid.x;", f"and.b32 t, t, {copies - 1};", "mov.u32 u, pairs;", f"mad.lo.u32 {target}, t, 4, u;"]
+
+
+@cache
+def pair_table(dtype: str, table: tuple[float, ...], copies: int, threads: int) -> str:
+    """Text that puts `copies` (4 to 32) of the table of pairs into shared memory, to be run once, by all threads.
+
+    Entry `first | second << 4` stands `copies` times in a row: the first code's value in the low half, the second's in
+    the high half. The name of the table is the function's, for `assembly` to use: a second run is an error of the
+    assembler. Threads begin at different places of their entries, which would otherwise lie in the same banks.
+    """
+    low, high = _byte_tables(table, dtype)
+    some = "@p " if threads > 256 else ""
+    lines = ["mov.u32 i, %tid.x;", "mov.u32 b, pairs;"] + (["setp.lt.u32 p, i, 256;"] if some else [])
+    for first in range(0, 256, threads):
+        lines += [
+            f"add.u32 e, i, {first};",
+            "and.b32 s, e, 0x77;",
+            "shr.u32 t, e, 1;",
+            f"lop3.b32 t, t, 0x44, 0x3210, {_AND_OR};",
+            *_permuted("u", low, "s", "t"),
+            *_permuted("v", high, "s", "t"),
+            "prmt.b32 u, u, v, 0x5140;",
+            f"mad.lo.u32 e, e, {4 * copies}, b;",
+        ]
+        for part in range(copies // 4):
+            lines += [
+                f"add.u32 t, i, {part};",
+                f"and.b32 t, t, {copies // 4 - 1};",
+                "mad.lo.u32 t, t, 16, e;",
+                f"{some}st.shared.v4.b32 [t], {{u, u, u, u}};",
+            ]
+    registers = ".reg .b32 b, e, i, q, r, s, t, u, v;\n.reg .pred p;\n"
+    body = "\n".join([*lines, "bar.sync 0;", "mov.b32 $0, 0;"])
+    return f".shared .align 128 .b8 pairs[{1024 * copies}];\n{{\n{registers}{body}\n}}\n"
+
+
+def _permuted(target: str, entries: list[str], codes: str, halves: str) -> list[str]:
+    """One byte of the values of up to four codes. A prmt sees eight entries; the third picks between two of them."""
+    return [
+        f"prmt.b32 r, {entries[0]}, {entries[1]}, {codes};",
+        f"prmt.b32 q, {entries[2]}, {entries[3]}, {codes};",
+        f"prmt.b32 {target}, r, q, {halves};",
+    ]
 
 
 def _byte_tables(table: tuple[float, ...], dtype: str) -> tuple[list[str], list[str]]:

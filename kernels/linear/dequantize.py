@@ -60,7 +60,7 @@ def _dequantize(
     origins = load_zeros(zeros, chunk, row, rows, GROUP, ONE_GROUP, HAS_ZEROS)
     slabs = decode_slabs(packed, above, origins, table, KIND, MIDDLE, DTYPE, ASM, CONSTRAINTS, INTERPRET)
     groups = 1 if ONE_GROUP else inputs // GROUP
-    nested_offset = load_offset(nested_offsets, tl.program_id(1) * ROWS, NESTED_EVERY)
+    nested_offset = load_offset(nested_offsets, tl.program_id(1) * ROWS, ROWS, NESTED_EVERY)
     factors = load_scales(nested if NESTED_EVERY > 0 else scales, nested_table, nested_scales, nested_offset, chunk,
                           row, rows, groups, GROUP, ONE_GROUP, NESTED_EVERY)  # fmt: skip
     for part in tl.static_range(128 // width):

@@ -18,17 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
-from quantkit.kernels.linear.assembly import PTX, TRITON, assembly
+from quantkit.kernels.linear.assembly import PTX, TRITON, assembly, pair_table
 from quantkit.kernels.linear.packed import PackedWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
+from quantkit.kernels.linear.static_shared import allow_tables
 from quantkit.kernels.linear.unpack import (
     decode_slabs,
+    finish_scales,
     load_offset,
     load_scales,
+    load_stored,
     load_zeros,
     multiply,
     operand,
+    place_pairs,
     to_half,
 )
 
@@ -47,6 +52,7 @@ class SkinnyConfig:
     stages: int = 4
     splits: int = 1
     scale_first: bool = False  # scale the operands (16 bit) instead of the products (float32)
+    copies: int = 0  # of the table of pairs in shared memory (nf4, fp4): 4, 8, 16, 32; 0: values by byte permutes
 
 
 @triton.jit
@@ -96,6 +102,9 @@ def _skinny(
     INTERPRET: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    CHAINED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -110,15 +119,24 @@ def _skinny(
     first = split * per_split
     end = tl.minimum(first + per_split, chunks)
     stored = nested if NESTED_EVERY > 0 else scales
-    nested_offset = load_offset(nested_offsets, tl.program_id(1) * OUTPUTS, NESTED_EVERY)
+    place_pairs(PAIRS)
+    wait_for_last(CHAINED)
+    nested_offset = load_offset(nested_offsets, tl.program_id(1) * OUTPUTS, OUTPUTS, NESTED_EVERY)
+    if EARLY:
+        early = load_stored(stored, first, row, rows, GROUP, False)
     for chunk in range(first, end):
         place = (chunk * rows + row[:, None]) * 16 + lane[None, :]
         packed = tl.load(words + place, eviction_policy="evict_first")
         above = packed
         if KIND == "int3" or KIND == "int8":
             above = tl.load(high + place, eviction_policy="evict_first")
-        factors = load_scales(stored, nested_table, nested_scales, nested_offset, chunk, row, rows, groups, GROUP,
-                              ONE_GROUP, NESTED_EVERY)  # fmt: skip
+        if EARLY:
+            factors = finish_scales(early, nested_table, nested_scales, nested_offset, chunk, row, groups, GROUP, False,
+                                    NESTED_EVERY, WHOLE_CHUNKS)  # fmt: skip
+            early = load_stored(stored, tl.minimum(chunk + 1, end - 1), row, rows, GROUP, False)
+        else:
+            factors = load_scales(stored, nested_table, nested_scales, nested_offset, chunk, row, rows, groups, GROUP,
+                                  ONE_GROUP, NESTED_EVERY)  # fmt: skip
         origins = load_zeros(zeros, chunk, row, rows, GROUP, ONE_GROUP, HAS_ZEROS)
         slabs = decode_slabs(packed, above, origins, table, KIND, MIDDLE, DTYPE, ASM, CONSTRAINTS, INTERPRET)
         if SCALE_FIRST:
@@ -141,6 +159,9 @@ def _skinny(
     acc, last = add_in_order(acc, partial, tickets, split, splits, OUTPUTS, TOKENS)
     if last:
         store_tile(acc, bias, y, row, token, tokens, outputs, y_stride, HAS_BIAS, DTYPE, INTERPRET)
+
+
+allow_tables("_skinny")
 
 
 @triton.jit
@@ -170,7 +191,9 @@ def matmul(
     if tokens * x.stride(0) >= 1 << 31:
         raise InputError(f"{NAME}: {tokens} tokens of {x.stride(0)} are too many for 32-bit places; decode the weight")
     shared = cut(NAME, tokens, weight.outputs, weight.rows, weight.chunks, config, x.device)
-    text, constraints = assembly(weight.kind, PTX[x.dtype], weight.table_values, weight.zero_points)
+    copies = 0 if weight.table is None or triton.knobs.runtime.interpret else config.copies
+    text, constraints = assembly(weight.kind, PTX[x.dtype], weight.table_values, weight.zero_points, copies)
+    pairs = pair_table(PTX[x.dtype], weight.table_values, copies, 32 * config.warps) if copies else ""
     _skinny[shared.grid](
         x,
         *weight.arguments(),
@@ -198,6 +221,9 @@ def matmul(
         INTERPRET=triton.knobs.runtime.interpret,
         OUTPUTS=config.outputs,
         TOKENS=config.tokens,
+        **chained(x.device),
+        PAIRS=pairs,
+        EARLY=_scales_early(weight),
         num_warps=config.warps,
         num_stages=config.stages,
         **_registers(config),
@@ -205,10 +231,16 @@ def matmul(
     return y
 
 
+def _scales_early(weight: PackedWeight) -> bool:
+    """Bytes of nested scales are not copied ahead, and lead to a second load: they are read one chunk early."""
+    return weight.nested is not None and not weight.one_group
+
+
 def _registers(config: SkinnyConfig) -> dict[str, int]:
-    """At most 128 a thread where that lets two programs of 8 warps share a multiprocessor.
+    """At most 128 a thread where that lets two programs of 8 warps share a multiprocessor, 80 for three with tables.
 
     NF4 takes 132 by itself at 128 x 64: one program, and 96 us instead of 65 for gate_up with 64 tokens on an H200.
     """
-    small = config.warps == 8 and config.outputs * config.tokens <= 128 * 64
-    return {"maxnreg": 128} if small and not triton.knobs.runtime.interpret else {}
+    if triton.knobs.runtime.interpret or config.warps != 8 or config.outputs * config.tokens > 128 * 64:
+        return {}
+    return {"maxnreg": 80 if config.copies and config.outputs * config.tokens <= 128 * 16 else 128}

@@ -40,6 +40,13 @@ def decode_slabs(
 
 
 @triton.jit
+def place_pairs(TEXT: tl.constexpr):
+    """Puts the table of pairs (`assembly.pair_table`) where `decode_slabs` looks values up; no text: none is needed."""
+    if TEXT != "":
+        tl.inline_asm_elementwise(TEXT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _run(ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, operands, DTYPE: tl.constexpr):
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=_EIGHT_BF16, is_pure=True, pack=2)
@@ -150,21 +157,57 @@ def load_scales(
     NESTED_EVERY, where not 0, says that bytes are stored, which the table and the scales of the second level turn into
     scales; it is how many of them share one of these.
     """
+    raw = load_stored(stored, chunk, row, rows, GROUP, ONE_GROUP)
+    return finish_scales(raw, nested_table, nested_scales, nested_offset, chunk, row, groups, GROUP, ONE_GROUP,
+                         NESTED_EVERY, False)  # fmt: skip
+
+
+@triton.jit
+def load_stored(stored, chunk, row, rows, GROUP: tl.constexpr, ONE_GROUP: tl.constexpr):
+    """The scales of a chunk as they are stored."""
     first = 0 if ONE_GROUP else chunk * 128 // GROUP
     found = ()
     for part in tl.static_range(128 // GROUP if GROUP < 128 else 1):
-        scale = tl.load(stored + (first + part) * rows + row)
+        found += (tl.load(stored + (first + part) * rows + row),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def finish_scales(
+    raw,
+    nested_table,
+    nested_scales,
+    nested_offset,
+    chunk,
+    row,
+    groups,
+    GROUP: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    NESTED_EVERY: tl.constexpr,
+    WHOLE_CHUNKS: tl.constexpr,
+):
+    """What `load_stored` found as scales. In WHOLE_CHUNKS rows begin with a chunk: its groups share a second level."""
+    first = 0 if ONE_GROUP else chunk * 128 // GROUP
+    shared: tl.constexpr = WHOLE_CHUNKS and NESTED_EVERY % len(raw) == 0
+    found = ()
+    for part in tl.static_range(len(raw)):
+        scale = raw[part]
         if NESTED_EVERY > 0:
-            block = (row * groups + (first + part)) // NESTED_EVERY
-            scale = tl.load(nested_table + scale.to(tl.int32)) * tl.load(nested_scales + block) + nested_offset
+            if part == 0 or not shared:
+                block = (row * groups + (first + part)).to(tl.uint32) // NESTED_EVERY
+                second = tl.load(nested_scales + block)
+            scale = tl.load(nested_table + scale.to(tl.int32)) * second + nested_offset
         found += (scale.to(tl.float32),)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
-def load_offset(nested_offsets, first_row, NESTED_EVERY: tl.constexpr):
-    """The offset of nested scales for a tile of up to 128 outputs."""
+def load_offset(nested_offsets, first_row, ROWS: tl.constexpr, NESTED_EVERY: tl.constexpr):
+    """The offset of nested scales for a tile of outputs: a number, or one for each row of a tile of 256."""
     offset = 0.0
     if NESTED_EVERY > 0:
         offset = tl.load(nested_offsets + first_row // 128)
+        if ROWS > 128:
+            tl.static_assert(ROWS == 256)
+            offset = tl.where(tl.arange(0, ROWS) < 128, offset, tl.load(nested_offsets + first_row // 128 + 1))
     return offset

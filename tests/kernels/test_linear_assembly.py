@@ -7,28 +7,44 @@ import pytest
 import torch
 
 from quantkit.formats.codebook import table_of
-from quantkit.kernels.linear.assembly import assembly
+from quantkit.kernels.linear.assembly import assembly, pair_table
 from quantkit.kernels.linear.packed import _lanes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WORD = 0xFFFFFFFF
+TABLE = 0x400  # where the table of pairs begins
 
 
 class Machine:
-    """Registers of 32 bits and the instructions that `assembly` writes."""
+    """Registers of 32 bits of one thread, memory shared with others, and the instructions that `assembly` writes."""
 
-    def __init__(self, inputs: list[int]) -> None:
+    def __init__(self, inputs: list[int], thread: int = 0, memory: dict[int, int] | None = None) -> None:
         self.registers = {f"${8 + index}": value & WORD for index, value in enumerate(inputs)}
+        self.registers.update({"%tid.x": thread, "pairs": TABLE})
+        self.memory = memory if memory is not None else {}
+        self.places: list[int] = []  # read or written, in order
 
     def run(self, text: str) -> list[int]:
-        for line in re.findall(r"^\s*([a-z][\w.]+ [^;]*);", text, re.MULTILINE):
-            if line.startswith(".reg"):
+        for guard, name, rest in re.findall(r"^\s*(@p )?([a-z][\w.]+) ([^;]*);", text, re.MULTILINE):
+            target, *sources = [part.strip(" {}") for part in rest.split(",")]
+            if name == "bar.sync" or (guard and not self.registers["p"]):
                 continue
-            name, _, rest = line.partition(" ")
-            target, *sources = [part.strip() for part in rest.split(",")]
-            values = [self.registers[source] if source in self.registers else int(source, 0) for source in sources]
-            self.registers[target] = self.compute(name, values) & WORD
-        return [self.registers[f"${slab}"] for slab in range(8)]
+            if name == "st.shared.v4.b32":
+                place = self.place(target, 16)
+                self.memory.update({place + 4 * index: self.registers[source] for index, source in enumerate(sources)})
+            elif name == "ld.shared.b32":
+                self.registers[target] = self.memory[self.place(sources[0], 4)]
+            else:
+                values = [self.registers[part] if part in self.registers else int(part, 0) for part in sources]
+                self.registers[target] = self.compute(name, values) & WORD
+        return [self.registers.get(f"${slab}", 0) for slab in range(8)]
+
+    def place(self, operand: str, size: int) -> int:
+        """What an operand in brackets points at; the processor refuses other places than multiples of the size."""
+        place = self.registers[operand.strip("[]")]
+        assert place % size == 0
+        self.places.append(place)
+        return place
 
     def compute(self, name: str, values: list[int]) -> int:
         operation, _, kind = name.partition(".")
@@ -42,6 +58,9 @@ class Machine:
             "and": lambda one, other: one & other,
             "xor": lambda one, other: one ^ other,
             "mov": lambda value: value,
+            "add": lambda one, other: one + other,
+            "mad": lambda one, other, third: one * other + third,
+            "setp": lambda one, other: one < other,
         }[operation](*values)
 
 
@@ -121,3 +140,34 @@ def test_tables(kind: str, dtype: str) -> None:
         assert constraints.count(",r") == len(inputs)
         found = torch.stack([_halves(register, DTYPES[dtype]) for register in Machine(inputs).run(text)], dim=1)
         assert torch.equal(found, table[codes.long()].to(DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("threads", [32, 128, 256, 512])
+@pytest.mark.parametrize("copies", [4, 16, 32])
+def test_tables_of_pairs(copies: int, threads: int) -> None:
+    """All threads fill the shared memory, and each lane looks its codes up."""
+    kind, dtype = ("nf4", "bf16") if copies == 32 else ("fp4", "fp16")
+    table = table_of(kind)
+    memory: dict[int, int] = {}
+    fill = pair_table(dtype, tuple(table.tolist()), copies, threads)
+    writers = [Machine([], thread, memory) for thread in range(threads)]
+    for writer in writers:
+        writer.run(fill)
+    size = 256 * copies * 4
+    assert f"pairs[{size}]" in fill
+    assert sorted(memory) == list(range(TABLE, TABLE + size, 4))
+    for places in zip(*(writer.places for writer in writers[:8]), strict=True):  # what is written in one cycle
+        assert len({place // 16 % 8 for place in places}) >= copies // 4
+    text, constraints = assembly(kind, dtype, tuple(table.tolist()), 0, copies)
+    generator = torch.Generator().manual_seed(copies)
+    readers = []
+    for thread in range(threads - 32, threads):
+        codes = torch.randint(0, 16, (2, 8), generator=generator).to(torch.uint8)
+        inputs = registers_of(kind, codes)
+        assert constraints.count(",r") == len(inputs)
+        reader = Machine(inputs, thread, memory)
+        found = torch.stack([_halves(register, DTYPES[dtype]) for register in reader.run(text)], dim=1)
+        assert torch.equal(found, table[codes.long()].to(DTYPES[dtype]))
+        readers.append(reader.places)
+    for places in zip(*readers, strict=True):
+        assert len({place // 4 % 32 for place in places}) >= copies  # a bank for every copy at least

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, LlmInt8, Nf4
-from quantkit.kernels.linear.dispatch import default_choice
+from quantkit.kernels.linear.dispatch import Choice, default_choice
 from quantkit.kernels.linear.eight_bit import pack as pack_eight_bit
 from quantkit.kernels.linear.joining import join
 from quantkit.kernels.linear.op import LinearWeight, run
 from quantkit.kernels.linear.packed import pack as pack_packed
+from quantkit.kernels.linear.skinny import SkinnyConfig
 
 pytestmark = pytest.mark.kernel
 
@@ -38,6 +39,17 @@ def test_joined_layers_give_the_same(fmt: Format, device: str) -> None:
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     apart = torch.cat([multiply(x, part) for part in parts], 1)
     torch.testing.assert_close(multiply(x, joined), apart, rtol=2e-2, atol=2e-2)
+
+
+def test_layers_joined_within_one_tile_keep_their_offsets(device: str) -> None:
+    """Scales of the second level have an offset for each layer, and a tile of 256 outputs has two of them."""
+    parts = [weight_of(Nf4(), 128, 128, device, scale) for scale in (0.02, 5.0)]
+    joined = join(parts)
+    assert joined is not None
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    tile = Choice("skinny", SkinnyConfig(256, 8, 8, 3, copies=32), "")
+    apart = torch.cat([multiply(x, part) for part in parts], 1)
+    torch.testing.assert_close(run(tile, x, joined), apart, rtol=2e-2, atol=2e-2)
 
 
 def test_what_does_not_fit_is_left_apart(device: str) -> None:

@@ -69,7 +69,10 @@ def test_every_kind_of_weight(name: str, dtype: str, device: str) -> None:
     quantized, weight = make(fmt, 72, inputs_of(fmt), device)
     x = torch.randn(3, quantized.shape[1], device=device).to(DTYPES[dtype])
     bias = torch.randn(72, device=device).to(DTYPES[dtype])
-    for config in (SkinnyConfig(32, 8, 2, 3, splits=2), SkinnyConfig(64, 16, 4, 3, splits=1)):
+    configs = [SkinnyConfig(32, 8, 2, 3, splits=2), SkinnyConfig(64, 16, 4, 3, splits=1)]
+    if weight.table is not None:  # more shared memory than Triton knows about, and less than 48 KB
+        configs += [SkinnyConfig(128, 8, 8, 4, splits=2, copies=32), SkinnyConfig(64, 16, 4, 2, copies=8)]
+    for config in configs:
         out = torch.full((3, 72), float("nan"), dtype=x.dtype, device=device)
         assert matmul(x, weight, config, bias=bias, out=out) is out
         assert_right(out, x, fmt, quantized, bias)
