@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from quantkit.kernels.linear.op import LinearWeight, linear
+from quantkit.kernels.linear.op import LinearWeight, linear, prepare_plain
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,30 @@ class Linear:
     weights: tuple[Tensor | LinearWeight, ...]
     bias: Tensor | None = None
     gathered: bool = False  # reads all inputs and gives some outputs, where others of its kind add: `parallel/cut.py`
+    _served: tuple[Tensor | LinearWeight, ...] = field(init=False, repr=False, compare=False)  # as kernels take them
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_served", tuple(_prepared(weight) for weight in self.weights))
 
     @property
     def outputs(self) -> int:
         return sum(weight.shape[0] if isinstance(weight, Tensor) else weight.outputs for weight in self.weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(self.weights) == 1:
-            return _multiply(x, self.weights[0], self.bias)
+        if len(self._served) == 1:
+            return _multiply(x, self._served[0], self.bias)
         y = x.new_empty(x.shape[0], self.outputs)
         start = 0
-        for weight in self.weights:
+        for weight in self._served:
             stop = start + (weight.shape[0] if isinstance(weight, Tensor) else weight.outputs)
             y[:, start:stop] = _multiply(x, weight, None if self.bias is None else self.bias[start:stop])
             start = stop
         return y
+
+
+def _prepared(weight: Tensor | LinearWeight) -> Tensor | LinearWeight:
+    """For our kernel where it is a plain one of 16 bit on a GPU."""
+    return prepare_plain(weight) or weight if isinstance(weight, Tensor) else weight
 
 
 def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Fp4, LlmInt8, Nf4
 
-UNQUANTIZED = "bf16"  # computed in --dtype, by torch's own matmul
+UNQUANTIZED = "bf16"  # computed in --dtype
 ATTENTION = "attention"
 DTYPES = ("bfloat16", "float16")
 

@@ -59,7 +59,8 @@ class Quantkit(Contender):
             return _explain_attention(problem)
         fmt, quantized = problem.weight.fmt, problem.weight.quantized
         if fmt is None or quantized is None:
-            return "torch matmul: the weight is not quantized"
+            plain = op.prepare_plain(problem.weight.dense)
+            return op.explain(plain, problem.case.tokens) if plain else "torch matmul: the weight is not quantized"
         prepared = op.prepare(fmt, quantized, problem.x.dtype)
         return op.explain(prepared, problem.case.tokens)
 
@@ -70,7 +71,8 @@ def _prepare_linear(problem: LinearProblem) -> Compute:
     out = torch.full((problem.case.tokens, problem.case.outputs), float("nan"), dtype=x.dtype, device=x.device)
     if weight.fmt is None or weight.quantized is None:
         dense = weight.dense.clone()
-        return lambda: torch.mm(x, dense.mT, out=out)
+        plain = op.prepare_plain(dense)
+        return (lambda: op.linear(x, plain, out=out)) if plain else lambda: torch.mm(x, dense.mT, out=out)
     prepared = copy.deepcopy(op.prepare(weight.fmt, weight.quantized, x.dtype))  # shares nothing with other copies
     return lambda: op.linear(x, prepared, out=out)
 

@@ -11,6 +11,7 @@ from quantkit.eval.kernels.cases import Case, LinearCase
 from quantkit.eval.kernels.problems import LinearProblem, make_problems
 from quantkit.kernels.linear import op
 from quantkit.kernels.linear.eight_bit import EightBitWeight
+from quantkit.kernels.linear.half_weight import HalfWeight
 from quantkit.kernels.linear.packed import PackedWeight
 
 
@@ -24,15 +25,16 @@ def tune_cases(cases: Sequence[Case], device: torch.device, progress: Callable[[
     for problem in make_problems(list(layers.values()), device):
         assert isinstance(problem, LinearProblem)
         fmt, quantized, dense = problem.weight.fmt, problem.weight.quantized, problem.weight.dense
+        weight: op.LinearWeight | None
         if fmt is None or quantized is None:
-            continue
-        weight = op.prepare(fmt, quantized, problem.x.dtype)
-        if isinstance(weight, PackedWeight | EightBitWeight):
+            weight = op.prepare_plain(dense)
+        else:
+            weight = op.prepare(fmt, quantized, problem.x.dtype)
+        if isinstance(weight, PackedWeight | EightBitWeight | HalfWeight):
 
             def expected(x: Tensor, dense: Tensor = dense, problem: LinearProblem = problem) -> Tensor:
-                fmt = problem.weight.fmt
-                assert fmt is not None
-                return fmt.served_inputs(x, problem.weight.quantized) @ dense.mT
+                fmt, quantized = problem.weight.fmt, problem.weight.quantized
+                return (x if fmt is None or quantized is None else fmt.served_inputs(x, quantized)) @ dense.mT
 
             measured += tune_once(weight, expected, again=True, progress=progress)
     return measured

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,12 +25,16 @@ from quantkit.errors import InputError
 from quantkit.kernels.linear import hopper, scaled_mm
 from quantkit.kernels.linear.eight_bit import EightBitWeight
 from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
+from quantkit.kernels.linear.half import HalfConfig
+from quantkit.kernels.linear.half_weight import HalfWeight
 from quantkit.kernels.linear.hopper import HopperConfig
 from quantkit.kernels.linear.packed import PackedWeight
 from quantkit.kernels.linear.skinny import SkinnyConfig
 
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens; the last one stands for everything above too
+HALF_BUCKETS = (1, 8, 16, 32, 64)  # of weights that are not quantized, which are cuBLAS's for more tokens
 SHIPPED = Path(__file__).parent / "tuned"
+Weight = PackedWeight | EightBitWeight | HalfWeight
 Table = Mapping[str, Mapping[str, Mapping[str, list[Any]]]]
 
 # Most tokens -> tile and programs per multiprocessor that the sweep on an H200 favoured (docs/kernels.md).
@@ -42,6 +46,14 @@ _SKINNY = {
     128: (SkinnyConfig(64, 128, 4, 3), 2),
     256: (SkinnyConfig(64, 128, 4, 3), 2),
 }
+# The same for weights with a table of values, where a multiprocessor has room for tables of pairs (`assembly.py`).
+_PAIRS = {
+    8: (SkinnyConfig(128, 8, 4, 3, copies=32), 4),
+    16: (SkinnyConfig(128, 16, 4, 3, copies=32), 3),
+    32: (SkinnyConfig(128, 32, 4, 3, copies=32), 2),
+    64: (SkinnyConfig(128, 64, 8, 3, copies=32), 2),
+}
+_ROOM_FOR_PAIRS = 160 << 10  # bytes of shared memory
 _EIGHT_BIT = {
     8: (EightBitConfig(32, 8, 256, 2, 3), 7),
     16: (EightBitConfig(64, 16, 128, 2, 4), 4),
@@ -52,29 +64,42 @@ _EIGHT_BIT = {
     512: (EightBitConfig(128, 128, 128, 4, 3), 1),
     1024: (EightBitConfig(128, 128, 128, 4, 3), 1),
 }
+# And for weights that are not quantized.
+_HALF = {
+    1: (HalfConfig(4, 1, 1024, 4, 1), 8),
+    8: (HalfConfig(64, 16, 128, 4, 4), 2),
+    16: (HalfConfig(64, 16, 128, 4, 4), 2),
+}
+_LARGE = 1 << 22  # weights: 8 MB, which an H200 reads in 2 us; below, launching takes longer than reading
 
 
 _MANY_TOKENS = 4096  # H200, Llama-3.1-8B in W4: an engine's step of 8,192 tokens takes 203 ms so, 227 with `hopper`
+_FEWEST_CHUNKS = 6  # of a multiprocessor, for which sharing tiles pays
 _SLOW_TO_DECODE = ("int2", "int3")  # `hopper` takes 1.2 to 1.5 of bf16's time with them at 1,024 tokens
 _FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`kernel` is skinny, hopper, dequantize (then a plain matmul), eight_bit or scaled_mm (torch's own, for FP8)."""
+    """`kernel` is skinny, hopper, dequantize (then a plain matmul), eight_bit or scaled_mm (torch's own, for FP8).
+
+    For weights that are not quantized it is half, or cublas (torch's own).
+    """
 
     kernel: str
-    config: SkinnyConfig | HopperConfig | EightBitConfig | None
+    config: SkinnyConfig | HopperConfig | EightBitConfig | HalfConfig | None
     why: str
 
 
-def choose(weight: PackedWeight | EightBitWeight, tokens: int, table: Table | None = None) -> Choice:
+def choose(weight: Weight, tokens: int, table: Table | None = None) -> Choice:
     """The kernel for this many tokens, from the table of the weight's GPU unless another is given."""
     if tokens >= _MANY_TOKENS and isinstance(weight, PackedWeight):
         return Choice("dequantize", None, f"{_MANY_TOKENS} tokens and more always pay for decoding once")
+    if tokens > HALF_BUCKETS[-1] and isinstance(weight, HalfWeight):
+        return Choice("cublas", None, f"not quantized, and more than {HALF_BUCKETS[-1]} tokens")
     if table is None:
         table = table_of(device_name(weight.device))
-    most = bucket(tokens)
+    most = bucket(tokens, buckets_of(weight))
     shape = f"{weight.outputs}x{weight.inputs}"
     for kind in (weight_kind(weight), relative_of(weight)):
         entry = table.get(kind, {}).get(shape, {}).get(str(most))
@@ -83,9 +108,15 @@ def choose(weight: PackedWeight | EightBitWeight, tokens: int, table: Table | No
     return default_choice(weight, most, multiprocessors(weight.device))
 
 
-def default_choice(weight: PackedWeight | EightBitWeight, most: int, processors: int) -> Choice:
+def default_choice(weight: Weight, most: int, processors: int) -> Choice:
     """What an unmeasured shape gets."""
     why = f"no measurement of {weight_kind(weight)} {weight.outputs}x{weight.inputs} on this GPU"
+    if isinstance(weight, HalfWeight):
+        if most not in _HALF or weight.outputs * weight.inputs < _LARGE or weight.inputs % 8:
+            return Choice("cublas", None, f"{why}; many tokens, or few weights")
+        half, programs = _HALF[most]
+        tiles, steps = triton.cdiv(weight.outputs, half.outputs), triton.cdiv(weight.inputs, half.depth)
+        return Choice("half", replace(half, splits=splits(tiles, steps, processors * programs)), why)
     if isinstance(weight, EightBitWeight):
         if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight):
             return Choice("scaled_mm", None, "many tokens with scales of blocks, which torch's own kernel does best")
@@ -95,18 +126,27 @@ def default_choice(weight: PackedWeight | EightBitWeight, most: int, processors:
             config, steps = replace(config, depth=128), weight.columns // 128
         tiles = triton.cdiv(weight.outputs, config.outputs) * triton.cdiv(most, config.tokens)
         return Choice("eight_bit", replace(config, splits=splits(tiles, steps, processors * programs)), why)
-    if most >= 256 and weight.table is None and weight.kind not in _SLOW_TO_DECODE and hopper.supports(weight):
-        tokens = HopperConfig().tokens
-        if triton.cdiv(weight.outputs, 128) * triton.cdiv(most, tokens) >= 0.75 * processors:
-            return Choice("hopper", HopperConfig(), f"{why}; tiles enough for every multiprocessor")
+    if most >= 256 and weight.kind not in _SLOW_TO_DECODE and hopper.supports(weight):
+        large, small = HopperConfig(), HopperConfig(tokens=128, stages=4, splits=0)
+        if triton.cdiv(weight.outputs, large.outputs) * triton.cdiv(most, large.tokens) >= 0.75 * processors:
+            return Choice("hopper", large, f"{why}; tiles enough for every multiprocessor")
+        tiles = triton.cdiv(weight.outputs, small.outputs) * triton.cdiv(most, small.tokens)
+        if tiles * weight.chunks >= _FEWEST_CHUNKS * processors:
+            return Choice("hopper", small, f"{why}; equal shares of the tiles for every multiprocessor")
     if most not in _SKINNY:
         return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
-    skinny, programs = _SKINNY[most]
+    skinny, programs = _PAIRS[most] if most in _PAIRS and has_room_for_pairs(weight) else _SKINNY[most]
     tiles = triton.cdiv(weight.outputs, skinny.outputs) * triton.cdiv(most, skinny.tokens)
     return Choice("skinny", replace(skinny, splits=splits(tiles, weight.chunks, processors * programs)), why)
 
 
-def _lends(entry: list[Any], weight: PackedWeight | EightBitWeight) -> bool:
+def has_room_for_pairs(weight: PackedWeight) -> bool:
+    if weight.table is None or weight.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(weight.device).shared_memory_per_multiprocessor >= _ROOM_FOR_PAIRS
+
+
+def _lends(entry: list[Any], weight: Weight) -> bool:
     """Whether a measurement of another kind holds for this weight."""
     if entry[0] == "hopper":
         return isinstance(weight, PackedWeight) and weight.kind not in _SLOW_TO_DECODE
@@ -121,12 +161,18 @@ def splits(tiles: int, steps: int, programs: int) -> int:
     return wanted
 
 
-def bucket(tokens: int) -> int:
-    return next((most for most in BUCKETS if tokens <= most), BUCKETS[-1])
+def bucket(tokens: int, buckets: Sequence[int] = BUCKETS) -> int:
+    return next((most for most in buckets if tokens <= most), buckets[-1])
 
 
-def weight_kind(weight: PackedWeight | EightBitWeight) -> str:
+def buckets_of(weight: Weight) -> tuple[int, ...]:
+    return HALF_BUCKETS if isinstance(weight, HalfWeight) else BUCKETS
+
+
+def weight_kind(weight: Weight) -> str:
     """Weights of one kind run the same code."""
+    if isinstance(weight, HalfWeight):
+        return "bf16" if weight.values.dtype == torch.bfloat16 else "fp16"
     if isinstance(weight, EightBitWeight):
         return f"{weight.kind}-{weight.activations}" + ("-blocks" if weight.scales.ndim == 2 else "")
     group = "row" if weight.one_group else f"g{weight.group}"
@@ -134,8 +180,10 @@ def weight_kind(weight: PackedWeight | EightBitWeight) -> str:
     return f"{weight.kind}-{group}{extras}"
 
 
-def relative_of(weight: PackedWeight | EightBitWeight) -> str:
+def relative_of(weight: Weight) -> str:
     """The kind whose measurements serve for kinds that nobody measured: the same work per weight, or nearly."""
+    if isinstance(weight, HalfWeight):
+        return "bf16"
     if isinstance(weight, EightBitWeight):
         return f"{weight.kind}-token" if weight.scales.ndim == 1 else ""
     return {"nf4": "nf4-g64-nested", "fp4": "nf4-g64-nested", "int8": "int8-g128"}.get(weight.kind, "int4-g128")
@@ -147,6 +195,8 @@ def from_entry(entry: list[Any], why: str) -> Choice:
         return Choice(kernel, SkinnyConfig(*numbers), why)
     if kernel == "hopper":
         return Choice(kernel, HopperConfig(*numbers), why)
+    if kernel == "half":
+        return Choice(kernel, HalfConfig(*numbers), why)
     return Choice(kernel, EightBitConfig(*numbers) if kernel == "eight_bit" else None, why)
 
 

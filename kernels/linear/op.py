@@ -18,9 +18,10 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtInt8, Format, LlmInt8, QuantizedWeight
 from quantkit.kernels.checks import HALVES
-from quantkit.kernels.linear import cpu, eight_bit, packed
+from quantkit.kernels.linear import cpu, eight_bit, half_weight, packed
 from quantkit.kernels.linear.cpu import CpuWeight
 from quantkit.kernels.linear.eight_bit import EightBitWeight
+from quantkit.kernels.linear.half_weight import HalfWeight
 from quantkit.kernels.linear.packed import PackedWeight
 from quantkit.kernels.reference import linear as reference
 
@@ -45,7 +46,7 @@ class DecodedWeight:
         return self.quantized.shape[1]
 
 
-LinearWeight = PackedWeight | EightBitWeight | CpuWeight | DecodedWeight
+LinearWeight = PackedWeight | EightBitWeight | HalfWeight | CpuWeight | DecodedWeight
 
 
 def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> LinearWeight:
@@ -58,6 +59,11 @@ def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.
         return eight_bit.pack(fmt, quantized)
     why_not = packed.supports(quantized)
     return DecodedWeight(fmt, quantized, why_not) if why_not else packed.pack(quantized)
+
+
+def prepare_plain(weight: Tensor) -> HalfWeight | None:
+    """The same for a weight that is not quantized, which is not copied; None where it is torch's: a CPU, float32."""
+    return half_weight.pack(weight) if weight.is_cuda and half_weight.supports(weight) else None
 
 
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -74,13 +80,17 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: 
 def run(
     choice: Choice,
     x: Tensor,
-    weight: PackedWeight | EightBitWeight,
+    weight: PackedWeight | EightBitWeight | HalfWeight,
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One call of a given choice."""
-    from quantkit.kernels.linear import eight_bit_matmul, hopper, scaled_mm, skinny, wide
+    from quantkit.kernels.linear import eight_bit_matmul, half, hopper, scaled_mm, skinny, wide
 
+    if isinstance(weight, HalfWeight):
+        if choice.kernel == "cublas":
+            return half_weight.torch_matmul(x, weight, bias, out)
+        return half.matmul(x, weight, choice.config, bias=bias, out=out)  # type: ignore[arg-type]
     if isinstance(weight, PackedWeight):
         if choice.kernel == "dequantize":
             return wide.matmul(x, weight, bias=bias, out=out)
