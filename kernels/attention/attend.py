@@ -30,6 +30,7 @@ import triton
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.attention import prefill_hopper as hopper
 from quantkit.kernels.attention.cache import EIGHT_BIT, LARGEST_GROUP, CacheLayout, layout_of
 from quantkit.kernels.attention.decode import launch_decode
 from quantkit.kernels.attention.decode_plan import (
@@ -43,6 +44,7 @@ from quantkit.kernels.attention.decode_plan import (
     scratch_needs,
 )
 from quantkit.kernels.attention.prefill import PrefillConfig, launch_prefill, prefill_config
+from quantkit.kernels.attention.prefill_hopper import HopperPrefillConfig
 from quantkit.kernels.checks import (
     HALVES,
     check_contiguous,
@@ -219,6 +221,13 @@ def _scratch_for(given: Scratch | None, device: torch.device, needed: dict[str, 
     return given
 
 
+def _counters(scratch: Scratch | None, device: torch.device) -> Tensor:
+    """Zeros, and zeros again after the call."""
+    if scratch is not None and scratch.tickets.device == device and scratch.tickets.numel() >= hopper.COUNTERS:
+        return scratch.tickets
+    return torch.zeros(hopper.COUNTERS, dtype=torch.int32, device=device)
+
+
 def attend(
     q: Tensor,
     cache_k: Tensor,
@@ -239,7 +248,7 @@ def attend(
     max_context: int | None = None,
     splits: int | None = None,
     decode: DecodeConfig | None = None,
-    prefill: PrefillConfig | None = None,
+    prefill: PrefillConfig | HopperPrefillConfig | None = None,
 ) -> Tensor:
     """The attention output [tokens, heads, head_dim] of the new tokens; see the top of this file.
 
@@ -272,6 +281,16 @@ def attend(
         space = _scratch_for(scratch, q.device, needed)
         launch_decode((*tensors, ancestors), scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)
     if chosen.prefill:
+        caches = (cache_k, cache_v)
+        fast = hopper.supports(q, caches, layout, window=window, soft_cap=soft_cap, scaled=k_scale is not None)
+        if prefill is None and fast and max_queries * group >= hopper.FEWEST_ROWS:
+            prefill = HopperPrefillConfig()
         way = prefill or prefill_config(layout.padded_dim)
-        launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)
+        if isinstance(way, PrefillConfig):
+            launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)
+        elif fast:
+            where = (_counters(scratch, q.device), float(scale), layout, chosen.decode_rows, multiprocessors(q.device))
+            hopper.launch_hopper_prefill(q, out, caches, batch, *where, way)
+        else:
+            raise InputError("attention: the Hopper kernel does not take this batch; leave `prefill` out")
     return out
