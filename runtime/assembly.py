@@ -19,6 +19,7 @@ from quantkit.runtime.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.parallel.group import Alone, Group
 from quantkit.runtime.parallel.ranks import Ranks
 from quantkit.runtime.places import Places
+from quantkit.runtime.prompt_graphs import PromptGraphs
 from quantkit.runtime.rope import rope_tables
 
 MakeGraphs = Callable[[Decoder, KvCache, Places], StepGraphs]
@@ -40,8 +41,13 @@ def make_part(
     cache = allocate_cache(config, plan, dtype, options)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
     places = Places(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
-    wanted = make_graphs is not None and options.graphs and options.torch_device.type == "cuda"
-    return ModelPart(decoder, cache, places, make_graphs(decoder, cache, places) if make_graphs and wanted else None)
+    if make_graphs is None or not options.graphs or options.torch_device.type != "cuda":
+        return ModelPart(decoder, cache, places)
+    graphs = make_graphs(decoder, cache, places)
+    alone = ranks == Ranks()  # others would have to make the same graphs at the same time
+    return ModelPart(
+        decoder, cache, places, graphs, PromptGraphs(decoder, cache, places, graphs.pool) if alone else None
+    )
 
 
 def make_decoder(
@@ -77,7 +83,7 @@ def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
 
     return make_scratch(
         options.torch_device,
-        sequences=options.sequences,
+        sequences=options.sequences + 1,  # prompts have one more in their graphs
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

@@ -49,13 +49,18 @@ def graph_sizes(most: int) -> list[int]:
     return [*(size for size in steps if size < most), most]
 
 
-def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAGraph, float]:
-    """The graph of a function, and the seconds that a replay takes."""
+def capture_graph(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     step()  # compiles kernels and sets libraries up, which a capture must not
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         step()
+    return graph
+
+
+def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAGraph, float]:
+    """The graph of a function, and the seconds that a replay takes."""
+    graph = capture_graph(step, pool)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     begin.record()
@@ -90,7 +95,7 @@ class StepGraphs:
         self._steps = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._asked: Counter[Key] = Counter()
-        self._pool: Any = None
+        self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.seconds: dict[tuple[int, int], float] = {}  # of sequences with so many new tokens
 
     def takes(self, sequences: int, queries: int = 1, tree: bool = False) -> bool:
@@ -155,8 +160,7 @@ class StepGraphs:
             return
         for column, filler in zip(self._columns(key), _padding(self._places.padding), strict=True):
             column.fill_(filler)
-        graph, seconds = timed_capture(lambda: self._step(key), self._pool)
-        self._pool = self._pool or graph.pool()
+        graph, seconds = timed_capture(lambda: self._step(key), self.pool)
         self._graphs[key] = graph
         self.seconds[key.sequences, key.new] = seconds
 

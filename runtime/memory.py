@@ -11,6 +11,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.model_config import ModelConfig
 from quantkit.runtime.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.prompt_graphs import TOKENS
 from quantkit.wording import human_bytes
 
 _CPU_CACHE = 2 << 30  # bytes; a laptop has other things to do
@@ -171,4 +172,6 @@ def _activation_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOp
 def _graph_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
     """All graphs share the memory of the largest one."""
     width = 4 * config.intermediate + 4 * config.hidden + 4 * config.heads * config.head_dim
-    return options.sequences * width * dtype.itemsize * 4 + (64 << 20)
+    decoded = config.hidden * config.intermediate * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
+    rows = max(options.sequences * 4, TOKENS[-1])
+    return rows * width * dtype.itemsize + decoded + (64 << 20)

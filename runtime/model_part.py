@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.runtime.graphs import Answered, StepGraphs
 from quantkit.runtime.model import Batch, Decoder, KvCache
 from quantkit.runtime.places import Places
+from quantkit.runtime.prompt_graphs import PromptGraphs
 from quantkit.runtime.step_inputs import StepInputs
 
 
@@ -66,11 +67,19 @@ class BusyClock:
 
 
 class ModelPart:
-    def __init__(self, decoder: Decoder, cache: KvCache, places: Places, graphs: StepGraphs | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        places: Places,
+        graphs: StepGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
+    ) -> None:
         self.decoder = decoder
         self.cache = cache
         self.places = places
         self.graphs = graphs
+        self.prompt_graphs = prompt_graphs
         self.clock = BusyClock(cache.pages.device)
         self._on_host: dict[int, Tensor] = {}  # sequence -> its pages
 
@@ -93,10 +102,12 @@ class ModelPart:
             pages[:, :, target] = pages[:, :, source]
 
     def run(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor | None, Answered]:
-        """What comes behind this part's blocks: of all tokens (None from a graph), and of the rows behind which a token
-        is sampled. `received` comes from the blocks before, where these are another's."""
+        """What comes behind this part's blocks: of all tokens (None where all are answers), and of the rows behind
+        which a token is sampled. `received` comes from the blocks before, where these are another's."""
         if self.graphs is not None and self._has_graph(self.graphs, inputs):
             return None, self.graphs.run(inputs)
+        if self.prompt_graphs is not None and self.prompt_graphs.takes(inputs):
+            return self.prompt_graphs.run(inputs)
         batch, at, places = self._batch(inputs)
         every = self.decoder.hidden_states(batch, self.cache, received)
         return every, Answered(every[at], batch.ids[at], places, batch.positions[at])

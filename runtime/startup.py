@@ -47,7 +47,7 @@ from quantkit.sources import model_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FIRST_GRAPHS = (1, 2, 4, 8)
+FIRST_GRAPHS = (1,)
 _GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json says it all
 
 

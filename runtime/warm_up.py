@@ -35,7 +35,10 @@ def warm_up(engine: Engine, on_part: Progress = silent) -> None:
     random, counts, sizes = Random(0), list(token_counts(engine)), sizes_to_capture(engine.options.sequences)
     loads = attention_loads(engine)
     guesses = engine.speculation.loads(engine.options.sequences)
-    total = len(counts) + len(loads) + len(_KINDS) + len(sizes) + len(guesses)
+    prompts = engine.runner.part.prompt_graphs
+    total = len(counts) + len(loads) + len(_KINDS) + len(sizes) + len(guesses) + (len(prompts.keys) if prompts else 0)
+    for count in engine.runner.warm_up_prompts():
+        on_part(f"prompts of {count} tokens", total)
     for count in counts:
         _run(engine, random, _lengths(count, engine), _KINDS[0])
         on_part(f"{count} tokens", total)

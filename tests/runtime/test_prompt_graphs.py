@@ -1,0 +1,65 @@
+"""Steps with prompts, padded as their graphs are; a graph is replaced by the function that it would replay."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quantkit.runtime import prompt_graphs
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.prompt_graphs import TOKENS, PromptGraphs, PromptKey
+from quantkit.runtime.step_inputs import StepInputs
+
+
+class Replayed:
+    def __init__(self, step: Callable[[], None], pool: Any) -> None:
+        self.replay = step
+
+
+def padded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LLM, list[PromptKey]]:
+    """An engine whose prompts go through padded steps, and the sizes that were made."""
+    monkeypatch.setattr(prompt_graphs, "capture_graph", Replayed)
+    llm = LLM("demo", device="cpu", **options)
+    part = llm.engine.runner.part
+    graphs = PromptGraphs(part.decoder, part.cache, part.places, None)
+    part.prompt_graphs = graphs
+    made: list[PromptKey] = []
+    capture = graphs.capture
+
+    def note(key: PromptKey) -> None:
+        made.append(key)
+        capture(key)
+
+    monkeypatch.setattr(graphs, "capture", note)
+    return llm, made
+
+
+def test_answers_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of many lengths, answers beside them, chunks, log-probabilities of prompts."""
+    options: dict[str, Any] = {"max_sequences": 5, "step_tokens": 48, "max_context": 256}
+    prompts = [list(range(3, 3 + length)) for length in (1, 15, 16, 17, 33, 100, 47, 2)]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    expected = LLM("demo", device="cpu", **options).generate(prompts, params)
+    llm, made = padded(monkeypatch, **options)
+    found = llm.generate(prompts, params)
+    assert [one.answers[0].token_ids for one in found] == [one.answers[0].token_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-4)
+    assert {key.tokens for key in made} == {16, 64}  # 48 tokens in a step, and what is left at the end
+    llm.engine.check_integrity()
+
+
+def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, made = padded(monkeypatch, max_sequences=20)
+    graphs = llm.engine.runner.part.prompt_graphs
+    assert graphs is not None
+    assert graphs.keys[0] == PromptKey(TOKENS[-1], 21)
+    assert {key.sequences for key in graphs.keys} == {9, 21}
+    assert graphs.takes(StepInputs(ids=[1] * TOKENS[-1]))
+    assert not graphs.takes(StepInputs(ids=[1] * (TOKENS[-1] + 1)))
+    assert not graphs.takes(StepInputs(ids=[1], ancestors=[1]))  # trees have attention of their own
+    llm.generate([[length] * length for length in range(20, 29)], SamplingParams(max_tokens=1))
+    assert made == [PromptKey(256, 21)]  # nine prompts, 216 tokens
+    llm.generate([[7] * 100] * 8, SamplingParams(max_tokens=1))
+    assert made[1] == PromptKey(128, 9)  # eight, which share all but their last pages
