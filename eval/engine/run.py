@@ -99,7 +99,7 @@ def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 
         first_token_ms=(firsts[len(firsts) // 2] * 1e3, firsts[-1] * 1e3),
         gap_ms=tuple(float(gaps.quantile(q)) for q in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]
         step_ms=float(steps.median()),
-        limit_ms=None if bandwidth is None else _bytes_of_step(engine, load) / bandwidth * 1e3,
+        limit_ms=None if bandwidth is None else bytes_of_step(engine, load) / bandwidth * 1e3,
         guesses=guesses,
         idle=idle,
     )
@@ -129,7 +129,7 @@ def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:
     return watch
 
 
-def _bytes_of_step(engine: Engine, load: Load) -> float:
+def bytes_of_step(engine: Engine, load: Load) -> float:
     """Read at least once when everybody answers: all weights but the embedding, and half-grown contexts."""
     weights = engine.memory.weights
     embedding = engine.runner.decoder.weights.embedding

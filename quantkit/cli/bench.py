@@ -10,6 +10,7 @@ import click
 
 from quantkit.cli.bench_serve import serve_command
 from quantkit.cli.bench_speculative import speculative_command
+from quantkit.cli.bench_step import step_command
 from quantkit.cli.common import json_option, print_json, print_table, progress_bar
 from quantkit.cli.engine_options import engine_options
 from quantkit.errors import InputError, QuantkitError
@@ -34,6 +35,7 @@ def command() -> None:
     \b
     quantkit bench kernels       one kernel at a time
     quantkit bench engine        whole answers: tokens per second, waiting times, memory
+    quantkit bench step          one decode step on a GPU: kernels, gaps, the host's share
     quantkit bench speculative   decoding with guesses, against plain decoding
     quantkit bench serve         a running server, as its clients see it
     """
@@ -41,6 +43,7 @@ def command() -> None:
 
 command.add_command(serve_command)
 command.add_command(speculative_command)
+command.add_command(step_command)
 
 
 @command.command("kernels", short_help="Time each kernel, after checking that its result is right.")
