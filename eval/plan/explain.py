@@ -62,7 +62,8 @@ def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Li
     yield "logits", f"512 rows x {config.vocab:,} x (2 + 12) bytes = {_gb(reserve.logits)}"
     yield "CUDA and libraries", _gb(LIBRARIES)
     width = f"4 x ({config.intermediate:,} + {config.hidden:,} + {attention:,})"
-    yield "CUDA graphs", f"{SEQUENCES} x {width} x 2 x 4 bytes + 64 MiB = {_gb(reserve.graphs)}"
+    decoded = _gb(reserve.decoded)
+    yield "CUDA graphs", f"{SEQUENCES} x {width} x 2 x 4 bytes + {decoded} + 64 MiB = {_gb(reserve.graphs)}"
     yield "engine", f"the sum of these five = {_gb(fit.reserve)}"
     yield (
         "memory to use",

@@ -74,12 +74,13 @@ def reserve_of(decoder: Decoder) -> Reserve:
     qkv = attention + 2 * config.kv_heads * config.head_dim
     width = max(3 * config.intermediate, qkv + 2 * attention) + 3 * config.hidden
     graph_width = 4 * config.intermediate + 4 * config.hidden + 4 * attention
+    decoded = config.hidden * config.intermediate * 2 * _ACTIVATION
     return Reserve(
         hidden=STEP_TOKENS * width * _ACTIVATION,
-        decoded=config.hidden * config.intermediate * 2 * _ACTIVATION,
+        decoded=decoded,
         logits=max(SEQUENCES, _PROMPT_ROWS) * config.vocab * (_ACTIVATION + 12),
         libraries=LIBRARIES,
-        graphs=SEQUENCES * graph_width * _ACTIVATION * 4 + (64 << 20),
+        graphs=SEQUENCES * graph_width * _ACTIVATION * 4 + decoded + (64 << 20),
     )
 
 

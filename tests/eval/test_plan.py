@@ -219,7 +219,8 @@ def test_every_measured_speed_is_below_its_ceiling() -> None:
                 bound = ceiling(model, weights, gpu)
                 batch, prompt, new = int(row["batch"]), int(row["prompt"]), int(row["new"])
                 assert bound.answer_tokens_per_second(batch, prompt, new) > float(row["tokens_per_second"]), row
-                assert bound.decode(batch, prompt).seconds * 1e3 < float(row["step_ms"]), row
+                step = float(row["step_ms"])  # 0 where there was none in which everybody answered
+                assert not step or bound.decode(batch, prompt).seconds * 1e3 < step, row
             checked += 1
     assert checked >= 20
 
