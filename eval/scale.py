@@ -1,6 +1,7 @@
 """What quantizing a large model takes: time and peak memory, on random weights of a known shape.
 
     python -m quantkit.eval.scale llama-3.1-8b gptq-w4g128 --device cuda --samples 128 --seq-len 2048
+    python -m quantkit.eval.scale llama-3.1-8b nf4 llm-int8 --device cuda
     python -m quantkit.eval.scale qwen2.5-1.5b gptq-w4g128 --device cpu --samples 128 --seq-len 32
 
 Random weights say nothing about quality; time and memory do not depend on the values. The tokenizer is the bundled
@@ -59,6 +60,16 @@ def make_model(shape: str, folder: Path, *, blocks: int | None = None, device: s
     return folder
 
 
+def seconds_to_read(model: Path) -> float:
+    """All weights, once, as the file system gives them."""
+    began = time.monotonic()
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(64 << 20):
+                pass
+    return round(time.monotonic() - began, 1)
+
+
 def measure(model: Path, recipe: str, output: Path, *, device: str, samples: int, seq_len: int) -> dict[str, Any]:
     """Seconds and peak memory of one run, everything included: reading, writing, verifying, measuring quality."""
     calibration = Calibration(samples=samples, seq_len=seq_len)
@@ -66,6 +77,8 @@ def measure(model: Path, recipe: str, output: Path, *, device: str, samples: int
     report = quantize(model, recipe, output, calibration=calibration, device=device, overwrite=True)
     seconds = time.monotonic() - began
     gpu = torch.cuda.max_memory_reserved() if device != "cpu" else 0
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
     return {
         "recipe": recipe,
         "blocks": len(report.layers) // 7,
@@ -81,7 +94,7 @@ def measure(model: Path, recipe: str, output: Path, *, device: str, samples: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=PLAIN_SHAPES)
-    parser.add_argument("recipe")
+    parser.add_argument("recipes", nargs="+", metavar="recipe")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=512)
@@ -90,8 +103,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(given.shape, Path(folder, "model"), blocks=given.blocks, device=given.device)
         options = {"device": given.device, "samples": given.samples, "seq_len": given.seq_len}
-        row = measure(model, given.recipe, Path(folder, "out"), **options)
-        print(json.dumps({"shape": given.shape, **row}))
+        for recipe in given.recipes:
+            reading = seconds_to_read(model)
+            row = measure(model, recipe, Path(folder, "out"), **options)
+            print(json.dumps({"shape": given.shape, **row, "reading_seconds": reading}), flush=True)
 
 
 if __name__ == "__main__":

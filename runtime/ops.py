@@ -6,6 +6,7 @@ Both sets take the same arguments, so that the model is written once. Linear lay
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,17 @@ def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
     if dtype not in (torch.bfloat16, torch.float16):
         raise InputError(f"dtype {str(dtype)[6:]} runs on a CPU only; on a GPU use bfloat16 or float16")
     return _triton()
+
+
+def import_ahead(device: torch.device) -> None:
+    """Begins to import what kernels are written in, beside whatever comes next: reading weights leaves time for it."""
+    if device.type == "cuda":
+        threading.Thread(target=_import_triton, daemon=True).start()
+
+
+def _import_triton() -> None:
+    import triton.experimental.gluon
+    import triton.language  # noqa: F401
 
 
 def _plain() -> Ops:

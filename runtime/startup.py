@@ -22,7 +22,7 @@ from quantkit.runtime.loading import load_weights
 from quantkit.runtime.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
 from quantkit.runtime.model import Decoder, KvCache
 from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.ops import ops_for
+from quantkit.runtime.ops import import_ahead, ops_for
 from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.parallel.lead_decoder import LeadGraphs
@@ -126,6 +126,7 @@ def build_engine(
         refuse_ranks(options, "random weights")
     ranks = Ranks() if crew is None else crew.ranks
     device = options.torch_device
+    import_ahead(device)
     own = local_config(config, ranks)
     check_kernels(own, dtype, options)
     beside = None if draft is None else draft.config

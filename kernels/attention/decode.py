@@ -27,6 +27,7 @@ from quantkit.kernels.attention.tiles import (
     LOG2_E,
     LOWEST,
     cap_scores,
+    for_products,
     load_pages,
     load_rows,
     multiply,
@@ -157,6 +158,7 @@ def _decode(
     queries = tl.load(
         q + places[:, None] + columns[None, :], mask=(row < rows)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
     )
+    queries = for_products(queries, cache_k)
     position = context - new + row // GROUP
     if ancestors is not None:
         bits = tl.load(ancestors + first + row // GROUP, mask=row < rows, other=0)

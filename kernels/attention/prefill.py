@@ -25,6 +25,7 @@ from quantkit.kernels.attention.tiles import (
     LOWEST,
     cap_scores,
     find_sequence,
+    for_products,
     load_pages,
     load_rows,
     multiply,
@@ -159,7 +160,7 @@ def _prefill(
     table = page_table + sequence.to(tl.int64) * table_stride
 
     places, held = _row_places(first, query, new, head, q_token, q_head, GROUP, HEAD_DIM, BLOCK_M, PADDED_DIM)
-    queries = tl.load(q + places, mask=held, other=0.0)
+    queries = for_products(tl.load(q + places, mask=held, other=0.0), cache_k)
     position = earliest + tl.arange(0, BLOCK_M) // GROUP
     if k_scale is not None:
         scale = scale * tl.load(k_scale + head)

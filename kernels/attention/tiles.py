@@ -75,6 +75,15 @@ def multiply_add(left, right, total):
 
 
 @triton.jit
+def for_products(queries, cache):
+    """Queries in the type in which keys and values are multiplied: their own, but float16 over a cache of 8 bits, where
+    one instruction makes two keys float16 and four make them bfloat16. What is too large becomes the largest."""
+    if cache.dtype.element_ty.primitive_bitwidth == 8:
+        queries = tl.minimum(tl.maximum(queries.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return queries
+
+
+@triton.jit
 def settle(total):
     """`total` itself. Whoever reads a product in the loop that makes it waits for it there: an empty instruction."""
     if INTERPRETED:

@@ -10,6 +10,7 @@ neither a slow server nor a long message stalls a step. When the other side goes
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -192,6 +193,8 @@ def main(descriptor: int, launcher: Launcher | None = None) -> None:
     wanted = first["serve"]
     try:
         engine = start_engine(wanted["model"], EngineOptions(**wanted["options"]), text=False, launcher=launcher)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again
         engine.when_broken(lambda: inbox.put({"broken": True}))
         outbox.put({"ready": describe(engine, wanted["model"])})
     except QuantkitError as error:

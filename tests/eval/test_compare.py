@@ -108,6 +108,7 @@ def test_the_commands_repeat_the_numbers(whole: tuple[Path, Comparison], run_cli
     assert measured["kl"]["value"] == pytest.approx(kl_of(quality))
 
 
+@pytest.mark.long
 def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """One that the recipe's own checks refuse, one whose process is killed, one that is well."""
     recipe = "summary: odd groups\nmethod: rtn\nformat: {name: gptq, bits: 4, group_size: 96}\n"
@@ -154,6 +155,7 @@ def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli) -> None
     assert "not measured" in " ".join(json.loads(out)["verdict"]["sentences"])
 
 
+@pytest.mark.long
 def test_a_checkpoint_from_elsewhere_and_the_page(tmp_path: Path, run_cli: Cli) -> None:
     quantize("demo", "llm-int8", tmp_path / "theirs", quality_windows=0)
     args = ("compare", "demo", "-r", "rtn-w4g128", "-c", tmp_path / "theirs", "-o", tmp_path / "out", "--no-reference")

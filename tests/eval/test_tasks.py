@@ -84,6 +84,7 @@ def same_scores(ours: TaskResults, theirs: TaskResults) -> None:
         assert mine.stderr == (None if other.stderr is None else pytest.approx(other.stderr, rel=1e-3))
 
 
+@pytest.mark.long
 def test_170_last_words_equal_the_hf_model() -> None:
     ours, theirs = both("demo", "local_last_word", limit=170)
     assert compare(ours, theirs) == {"items": 170, "scored": 170, "rolled": 0, "written": 0}

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 import quantkit
 from quantkit.calibration import Calibration
 from quantkit.pipeline.report import QuantizeReport
@@ -13,6 +15,7 @@ def quantized(output: Path, recipe: str, *changes: str) -> QuantizeReport:
     return quantkit.quantize("demo", load_recipe(recipe, changes), output, calibration=calibration, quality_windows=2)
 
 
+@pytest.mark.long
 def test_three_and_a_half_bits_beat_the_line_between_three_and_four(tmp_path: Path) -> None:
     """Mixing at random gives the straight line: losses of single layers add up. Groups of 128 make the better line."""
     auto = quantized(tmp_path / "auto", "auto-w3.5")

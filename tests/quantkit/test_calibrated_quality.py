@@ -100,6 +100,7 @@ def test_llm_int8_costs_next_to_nothing(measure: Measure) -> None:
     assert quality.kl < 0.005
 
 
+@pytest.mark.long
 def test_smoothquant_takes_outliers_out_of_the_activations(measure: Measure, outlier_model: Path) -> None:
     smooth, plain = (
         measure("smoothquant-w8a8", THREE_STRENGTHS, model=outlier_model),
@@ -109,6 +110,7 @@ def test_smoothquant_takes_outliers_out_of_the_activations(measure: Measure, out
     assert lost(smooth) < 0.5 * lost(plain)
 
 
+@pytest.mark.long
 def test_smoothquant_does_no_harm_where_there_are_no_outliers(measure: Measure) -> None:
     smooth, plain = measure("smoothquant-w8a8", THREE_STRENGTHS), measure("rtn-w8a8")
     assert smooth.kl < 1.2 * plain.kl

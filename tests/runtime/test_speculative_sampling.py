@@ -115,10 +115,12 @@ def limit(freedom: int) -> float:
 @pytest.mark.parametrize(
     ("params", "draft"),
     [
-        *((params, (0,)) for params in SETTINGS),
-        (SETTINGS[2], "model"),
-        *((params, "drawn") for params in SETTINGS),
-        (SETTINGS[0], (2, 1)),
+        (SETTINGS[0], (0,)),
+        *(pytest.param(params, (0,), marks=pytest.mark.long) for params in SETTINGS[1:]),
+        pytest.param(SETTINGS[2], "model", marks=pytest.mark.long),
+        (SETTINGS[0], "drawn"),
+        *(pytest.param(params, "drawn", marks=pytest.mark.long) for params in SETTINGS[1:]),
+        pytest.param(SETTINGS[0], (2, 1), marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -41,9 +41,10 @@ SMALL: dict[str, Any] = {  # pages are short, so sequences give way: some to hos
 NEW = 20
 ABORTED_AT = 3  # tokens
 
-each_format = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"ranks {name}")) for name in RECIPES]
-)
+
+def _long(name: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Every format in both directions at once, and one of them in each alone; the others are long."""
+    return () if layout == "2 x 2" or name == "bf16" else (pytest.mark.long,)
 
 
 @dataclass
@@ -174,8 +175,14 @@ def assert_same(found: Found, wanted: Found) -> None:
     assert found.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-3)
 
 
-@each_format
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=(pytest.mark.xdist_group(f"ranks {name}"), *_long(name, layout)))
+        for name in RECIPES
+        for layout in LAYOUTS
+    ],
+)
 def test_tokens_are_those_of_one_process(
     name: str, layout: str, alone: Callable[[str], Alone], start: Callable[..., Engine]
 ) -> None:
