@@ -43,8 +43,9 @@ ABORTED_AT = 3  # tokens
 
 
 def _long(name: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Every format in both directions at once, and one of them in each alone; the others are long."""
-    return () if layout == "2 x 2" or name == "bf16" else (pytest.mark.long,)
+    """One format in every direction, and two more in both at once; the others are long."""
+    quick = name == "bf16" or (layout == "2 x 2" and name in ("nf4", "llm-int8"))
+    return () if quick else (pytest.mark.long,)
 
 
 @dataclass
