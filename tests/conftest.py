@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so do those of the processes that tests start
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so do those of the processes that tests start
 
 
 @pytest.fixture(scope="session")
