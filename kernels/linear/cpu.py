@@ -5,14 +5,20 @@
     slabs   everything: as many rows as hold 2**20 weights are decoded, multiplied and forgotten
 
 Slabs need 10 MB (W4) to 22 MB (NF4) beside the result; decoding a whole 4096 x 4096 needs 102 to 269 MB. The packed
-products run in bfloat16 only: for float16 and float32 torch has plain loops, slower than slabs from the first token on.
+products run for bfloat16 only: for others torch has plain loops, on x86 slower than slabs from the first token on.
 Their time grows with every token (4096 x 4096, 2 cores, ms at 1, 8, 64, 256 tokens: int4 1.0, 2.5, 19, 76; int8 1.4,
 3.4, 22, 85), that of slabs hardly (W4 15, 13, 20, 30; W8 12, 11, 15, 25); decoding the whole weight takes 55 to 67.
+
+A CPU that does not multiply 16 bits itself has plain loops for everything in 16 bits, and its int4 product cuts results
+off instead of rounding them. There all products run in float32 (Neoverse N1, 2 cores, W4, ms at 1, 8, 32 tokens: int4
+6.7, 41, 161, slabs 41, 30, 45; slabs in bfloat16 272, 3661, 9550).
 """
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,6 +33,7 @@ from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, chec
 
 SLAB = 1 << 20  # weights decoded at a time: 2 to 4 MB, about what two cores keep in their caches
 PACKED_TOKENS = 32  # up to which packed products run
+PLAIN_PACKED_TOKENS = 4  # the same where they are plain loops
 NIBBLE_GROUPS = (256, 128, 64, 32)  # that the int4 product takes; larger groups are repeated
 NIBBLE_ROWS = 64  # outputs are padded to the widest block of the int4 product
 INT8_STEP = 16  # inputs that the int8 product reads at once, without a mask
@@ -35,10 +42,10 @@ ALIGNMENT = 64  # bytes; the int8 product reads x and codes with aligned loads, 
 
 @dataclass(frozen=True)
 class Nibbles:
-    """`weight = (code - 8) * scale + zero` with groups of inputs, as torch's int4 product reads it; all for bfloat16.
+    """`weight = (code - 8) * scale + zero` with groups of inputs, as torch's int4 product reads it.
 
     codes           uint8 [rows, inputs / 2]  in torch's own order, which depends on the CPU; rows: outputs padded to 64
-    scale_and_zero  bfloat16 [groups, rows, 2]
+    scale_and_zero  [groups, rows, 2] in the dtype of products
     """
 
     codes: Tensor
@@ -125,7 +132,7 @@ def pack(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuWeig
     order, nibbles = None, None
     if isinstance(quantized, IntegerWeight):
         quantized, order = _sorted_by_group(quantized)
-        nibbles = _nibbles(quantized) if dtype == torch.bfloat16 else None
+        nibbles = _nibbles(quantized, product_dtype(dtype)) if dtype == torch.bfloat16 else None
     input_scale = quantized if fmt.needs_input_scale else None
     return CpuWeight(fmt, *quantized.shape, dtype, _rows(quantized), nibbles, order, input_scale)
 
@@ -141,18 +148,31 @@ def matmul(x: Tensor, weight: CpuWeight, bias: Tensor | None = None, out: Tensor
     if weight.order is not None:
         x = x[:, weight.order]
     run = {"int4": _int4, "int8": _int8, "slabs": _slabs}[choose(weight, x.shape[0])]
-    return run(x, weight, bias, y)
+    return run(x.to(product_dtype(weight.dtype)), weight, bias, y)
+
+
+@cache
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which x of this dtype is multiplied: in float32 where this CPU has no instructions for 16 bits."""
+    ops = torch.ops.mkldnn
+    if dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported():
+        return dtype
+    on_arm = platform.machine().lower() in ("aarch64", "arm64")  # torch does not use what there is for float16
+    if dtype == torch.float16 and ops._is_mkldnn_fp16_supported() and not on_arm:
+        return dtype
+    return torch.float32
 
 
 def choose(weight: CpuWeight, tokens: int) -> str:
     """Which product `matmul` takes: int4, int8 or slabs."""
-    if weight.dtype != torch.bfloat16 or tokens > PACKED_TOKENS:
+    plain = product_dtype(weight.dtype) != weight.dtype
+    if weight.dtype != torch.bfloat16 or tokens > (PLAIN_PACKED_TOKENS if plain else PACKED_TOKENS):
         return "slabs"
     if weight.nibbles is not None:
         return "int4"
     rows = weight.rows
-    plain = rows.codes.dtype == torch.int8 and not rows.paired and rows.zeros is None and rows.scales.shape[1] == 1
-    return "int8" if plain and weight.inputs % INT8_STEP == 0 else "slabs"
+    simple = rows.codes.dtype == torch.int8 and not rows.paired and rows.zeros is None and rows.scales.shape[1] == 1
+    return "int8" if simple and weight.inputs % INT8_STEP == 0 else "slabs"
 
 
 def _check(x: Tensor, weight: CpuWeight, bias: Tensor | None, out: Tensor | None) -> None:
@@ -189,7 +209,7 @@ def _slabs(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> Tens
     for start in range(0, weight.outputs, rows):
         stop = min(start + rows, weight.outputs)
         slab = weight.rows.decode(start, stop, x.dtype)
-        y[:, start:stop] = linear(x, slab, None if bias is None else bias[start:stop])
+        y[:, start:stop] = linear(x, slab, None if bias is None else bias[start:stop].to(x.dtype))
     return y
 
 
@@ -201,8 +221,8 @@ def _sorted_by_group(weight: IntegerWeight) -> tuple[IntegerWeight, Tensor | Non
     return replace(weight, codes=weight.codes[:, order], group_of=None), order
 
 
-def _nibbles(weight: IntegerWeight) -> Nibbles | None:
-    """The zero point belongs to the scale as bfloat16 rounds it, so that code = zero point still means about 0."""
+def _nibbles(weight: IntegerWeight, dtype: torch.dtype) -> Nibbles | None:
+    """The zero point belongs to the scale as the dtype rounds it, so that code = zero point still means about 0."""
     outputs, inputs = weight.shape
     size = inputs // weight.scales.shape[1]
     group = next((group for group in NIBBLE_GROUPS if weight.bits <= 4 and size % group == 0), None)
@@ -210,12 +230,12 @@ def _nibbles(weight: IntegerWeight) -> Nibbles | None:
         return None
     shift = 8 - middle_code(weight.bits)  # codes of 2 and 3 bits move to the middle of the 16
     short = -outputs % NIBBLE_ROWS
-    scales = pad(weight.scales.repeat_interleave(size // group, 1).mT, (0, short)).to(torch.bfloat16)  # [groups, rows]
+    scales = pad(weight.scales.repeat_interleave(size // group, 1).mT, (0, short)).to(dtype)  # [groups, rows]
     zeros = pad(weight.zeros.repeat_interleave(size // group, 1).mT, (0, short)).float()
     offsets = (8 - shift - zeros) * scales.float()
     return Nibbles(
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(pad(weight.codes + shift, (0, 0, 0, short)).int(), 1),
-        torch.stack([scales, offsets.to(torch.bfloat16)], -1).contiguous(),
+        torch.stack([scales, offsets.to(dtype)], -1).contiguous(),
         group,
     )
 

@@ -69,10 +69,9 @@ def test_times_are_those_of_the_script(server: ScriptedServer) -> None:
     answer = one_answer(server, [STREAM, 0.05, token("a"), 0.03, token("b"), token("c"), 0.04, end])
     assert answer.error is None
     assert answer.ttft >= 0.049
-    assert answer.gaps[0] >= 0.029
+    assert answer.ttft + answer.gaps[0] >= 0.079  # a token may be seen late, but never early
     assert answer.e2e >= 0.119
-    assert answer.tpot is not None
-    assert answer.tpot >= 0.069 / 2
+    assert answer.tpot == pytest.approx((answer.finish - answer.stamps[0]) / 2)
 
 
 @pytest.mark.parametrize(

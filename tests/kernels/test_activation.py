@@ -17,11 +17,14 @@ def make(tokens: int, width: int, dtype: torch.dtype, device: str) -> torch.Tens
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Few roundings apart: exp differs in its last bit, and the interpreter cuts bfloat16 off instead of rounding."""
+    """Few roundings apart: exp differs in its last bit, and the interpreter cuts bfloat16 off instead of rounding.
+
+    Where 1 + tanh nearly vanishes, torch's own float32 is up to 3e-6 away from float64 on ARM.
+    """
     assert result.dtype == expected.dtype
     ulp = torch.finfo(result.dtype).eps
     ulp *= 8 if result.dtype == torch.float32 else 2
-    torch.testing.assert_close(result, expected, rtol=ulp, atol=1e-6)
+    torch.testing.assert_close(result, expected, rtol=ulp, atol=5e-6)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

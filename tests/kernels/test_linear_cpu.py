@@ -38,6 +38,12 @@ FORMATS: list[Format] = [
 ]
 
 
+@pytest.fixture(autouse=True, params=["as on this CPU", "no 16-bit products"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "no 16-bit products":
+        monkeypatch.setattr(cpu, "product_dtype", lambda dtype: torch.float32)
+
+
 def make(fmt: Format, outputs: int, inputs: int) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(outputs + inputs)
     weight = torch.randn(outputs, inputs, generator=generator) * 0.02 + 0.005
@@ -72,9 +78,10 @@ def assert_close(x: Tensor, fmt: Format, quantized: QuantizedWeight, bias: Tenso
 def test_formats(fmt: Format, dtype: torch.dtype) -> None:
     quantized = make(fmt, 200, 768)
     bias = make_x(1, 200, dtype)[0]
-    for tokens in (17, 40):
+    for tokens in (3, 17, 40):
         assert_close(make_x(tokens, 768, dtype), fmt, quantized)
-    assert_close(make_x(17, 768, dtype, mean=3), fmt, quantized, bias)
+    for tokens in (3, 17):
+        assert_close(make_x(tokens, 768, dtype, mean=3), fmt, quantized, bias)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 17, 65])
@@ -106,14 +113,15 @@ def test_act_order(bits: int, dtype: torch.dtype) -> None:
         assert_close(make_x(tokens, 256, dtype), fmt, scattered)
 
 
-def test_zero_points_far_from_the_middle() -> None:
+@pytest.mark.parametrize("tokens", [3, 8])
+def test_zero_points_far_from_the_middle(tokens: int) -> None:
     """The int4 product keeps zero point times scale in bfloat16, and inputs with a mean add its error up."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (64, 2048), dtype=torch.uint8, generator=generator)
     scales = (torch.rand(64, 16, generator=generator) + 0.5).bfloat16()
     zeros = torch.randint(0, 16, (64, 16), dtype=torch.uint8, generator=generator)
     fmt = CtPacked(bits=4, group_size=128, sym=False)
-    assert_close(make_x(8, 2048, torch.bfloat16, mean=3), fmt, IntegerWeight(codes, scales, zeros, 4, 128))
+    assert_close(make_x(tokens, 2048, torch.bfloat16, mean=3), fmt, IntegerWeight(codes, scales, zeros, 4, 128))
 
 
 def test_more_than_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +135,9 @@ def test_choice() -> None:
         return cpu.choose(packed(fmt, make(fmt, 64, 128), dtype), tokens)
 
     four, eight = CtPacked(bits=4, group_size=32), CtInt8()
-    assert [chosen(four, torch.bfloat16, tokens) for tokens in (1, 32, 33)] == ["int4", "int4", "slabs"]
-    assert [chosen(eight, torch.bfloat16, tokens) for tokens in (1, 32, 33)] == ["int8", "int8", "slabs"]
+    most = 32 if cpu.product_dtype(torch.bfloat16) == torch.bfloat16 else 4
+    assert [chosen(four, torch.bfloat16, tokens) for tokens in (1, most, most + 1)] == ["int4", "int4", "slabs"]
+    assert [chosen(eight, torch.bfloat16, tokens) for tokens in (1, most, most + 1)] == ["int8", "int8", "slabs"]
     assert [chosen(fmt, torch.float16, 1) for fmt in (four, eight)] == ["slabs", "slabs"]
     assert [chosen(fmt, torch.bfloat16, 1) for fmt in (Nf4(), CtFloat8())] == ["slabs", "slabs"]
 
