@@ -30,11 +30,16 @@ def decode_config(padded_dim: int, itemsize: int, rows: int, pairs: int, process
     Few pairs get one program with large tiles per multiprocessor, many get small programs. On an H200 with 8 KV heads
     of dim 128 in bfloat16, the first against the second: 1x8192 tokens 16.6 / 25.4 us, 1x32768 40.2 / 50.1, 8x2048
     23.2 / 25.3, 32x1024 38.5 / 35.8, 128x1024 134.9 / 127.7, 256x1024 254.4 / 243.9.
+
+    Reading a cache of 8 bits takes half as long, and then converting counts: programs of one warp, which wait for
+    nobody, take 99 us for 256x652 (those of four 132). That needs so many pairs that no context is divided.
     """
     few = 2 * pairs <= processors  # so that splits fill at least two thirds of the multiprocessors
     num_warps = 8 if rows > 32 else 4  # fewer do not hold the sums in registers
     if padded_dim == 256:
         return DecodeConfig(block_n=32, num_warps=num_warps, num_stages=3, programs_per_sm=2)
+    if itemsize == 1 and padded_dim == 128 and rows <= 16 and pairs >= MOST_PROGRAMS_PER_SM * processors:
+        return DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=MOST_PROGRAMS_PER_SM)
     if padded_dim == 64 or itemsize == 1:
         return DecodeConfig(block_n=128, num_warps=num_warps, num_stages=3, programs_per_sm=1 if few else 2)
     if rows > 16:

@@ -93,6 +93,14 @@ def test_two_thousand_pages(dtype: torch.dtype, device: str) -> None:
     check(random_batch([32_000, 15], [1, 1], kv_heads=1, group=2, cache_dtype=dtype, device=device))
 
 
+@pytest.mark.parametrize("cache_dtype", [FP8, INT8], ids=str)
+def test_many_sequences_over_eight_bits(cache_dtype: torch.dtype, device: str) -> None:
+    one_warp = decode_config(128, 1, 4, pairs=2048, processors=132)
+    assert one_warp.num_warps == 1
+    batch = random_batch([100, 17, 33], [1, 1, 1], head_dim=128, kv_heads=1, cache_dtype=cache_dtype, device=device)
+    check(batch, decode=one_warp)
+
+
 def test_rows_of_no_sequence_stay(device: str) -> None:
     q, *rest = random_batch([40, 20], [1, 1], device=device).tensors
     padded = torch.cat([q, q])
@@ -137,6 +145,14 @@ def test_choose_splits() -> None:
 def test_few_sequences_get_one_program_per_multiprocessor() -> None:
     assert decode_config(128, 2, 4, pairs=64, processors=132) == DecodeConfig(128, 4, 3, 1)
     assert decode_config(128, 2, 4, pairs=256, processors=132) == DecodeConfig(64, 2, 3, 3)
+
+
+def test_eight_bits_get_programs_of_one_warp_where_no_context_is_divided() -> None:
+    chosen = decode_config(128, 1, 4, pairs=528, processors=132)
+    assert chosen == DecodeConfig(32, 1, 3, 4)
+    assert choose_splits(528, 10**6, 132 * chosen.programs_per_sm, chosen.block_n) == 1
+    assert decode_config(128, 1, 4, pairs=527, processors=132).num_warps == 4
+    assert decode_config(128, 1, 32, pairs=528, processors=132).num_warps == 4
 
 
 def test_scratch_needs() -> None:
