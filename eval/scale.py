@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import tempfile
@@ -57,6 +58,7 @@ def make_model(shape: str, folder: Path, *, blocks: int | None = None, device: s
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     for tokenizer in model_folder("demo").glob("tokenizer*"):
         shutil.copy(tokenizer, folder)
+    os.sync()  # a run that is timed does not wait until this file is on disk
     return folder
 
 

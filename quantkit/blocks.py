@@ -140,9 +140,9 @@ class BlockRunner:
         weights: dict[str, Tensor] = {}
         plain, quantized = self._modules[layer]
         for name in plain:
-            tensor = self.checkpoint.tensor(name)
+            tensor = self.checkpoint.tensor(name).to(self.device)
             require_finite(name, tensor)
-            weights[name.removeprefix(prefix)] = tensor.to(self.device, self.dtype)
+            weights[name.removeprefix(prefix)] = tensor.to(self.dtype)
         for module in quantized:
             decoded = self.checkpoint.weight(module, self.dtype, self.device)
             weights[f"{module.removeprefix(prefix)}.weight"] = decoded

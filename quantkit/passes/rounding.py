@@ -29,8 +29,7 @@ def round_blocks(
 
 
 def _rounded(source: Checkpoint, module: str, fmt: Format, device: str) -> QuantizedLayer:
-    weight = source.tensor(f"{module}.weight")
+    weight = source.tensor(f"{module}.weight").to(device)
     require_finite(f"{module}.weight", weight)
-    weight = weight.to(device)
     quantized = fmt.quantize(weight)
     return QuantizedLayer(module, fmt, quantized, relative_error(quantized.dequantize(), weight), {})

@@ -111,7 +111,7 @@ def prepare(
     for fmt in {fmt for fmt in plan.values() if fmt is not None}:
         check_format(options, fmt)
     check_layers(source, {module: fmt for module, fmt in plan.items() if fmt is not None})
-    _check_outside(source, family)
+    _check_outside(source, family, device)
     calibration = calibration or Calibration.from_recipe(recipe.calibration)
     tokens = record = None
     needed = looks_at_data(options, plan) or recipe.target_bits is not None
@@ -137,11 +137,11 @@ def _has_tokenizer(source: Checkpoint) -> bool:
     return any(source.folder.glob("tokenizer*"))
 
 
-def _check_outside(source: Checkpoint, family: Family) -> None:
+def _check_outside(source: Checkpoint, family: Family, device: str) -> None:
     """Refuses NaN and Inf in embeddings and output layer now; the blocks are checked as they are loaded."""
     for name in source.tensors:
         if not name.startswith(f"{family.blocks}."):
-            require_finite(name, source.tensor(name))
+            require_finite(name, source.tensor(name).to(device))
 
 
 def check_layers(source: Checkpoint, chosen: Mapping[str, Format]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, check_output, check_
 from quantkit.formats import Format
 from quantkit.passes import CalibratedPass, QuantizedBlock, QuantizedLayer, round_blocks
 from quantkit.pipeline.allocation import choose_formats, formats_from_record
+from quantkit.pipeline.behind import Behind
 from quantkit.pipeline.job import Job, prepare
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.report import LayerReport, QuantizeReport
@@ -82,21 +84,38 @@ def _run(job: Job, chosen: Mapping[str, Format], journal: Journal, on_layer: Pro
         on_layer(module, len(chosen))
     if journal.finished == count:
         return
-    if job.tokens is None:
-        for block in round_blocks(job.source, job.blocks, chosen, job.device, advance, first=journal.finished):
-            journal.commit(*_unit(block, clock))
-        return
+    with Behind() as behind:  # a block is written while the next one is worked on
+        if job.tokens is None:
+            for block in round_blocks(job.source, job.blocks, chosen, job.device, advance, first=journal.finished):
+                behind.do(journal.commit, *_unit(block, clock))
+        else:
+            _run_calibrated(job, chosen, journal, advance, clock, behind)
+
+
+def _run_calibrated(
+    job: Job,
+    chosen: Mapping[str, Format],
+    journal: Journal,
+    advance: Callable[[QuantizedLayer], None],
+    clock: _Clock,
+    behind: Behind,
+) -> None:
+    assert job.tokens is not None
+    first, last = journal.finished, len(job.blocks) - 1
     work = CalibratedPass(job.source, job.family, chosen, job.options, job.device, journal.folder)
-    if journal.finished:
+    if first:
         work.resume(job.tokens, journal.state())
     else:
         work.begin(job.tokens)
     due = _StateDue()
-    for block in work.blocks(advance, first=journal.finished):
-        last = journal.finished == count - 1
+    for index, block in enumerate(work.blocks(advance, first=first), first):
+        unit = _unit(block, clock)
         with due as saving:
-            state = work.states() if saving and not last else None
-            journal.commit(*_unit(block, clock), state=state, can_be_followed=last or state is not None)
+            if saving and index < last:  # hidden states are large: not beside those of the next block
+                behind.wait()
+                journal.commit(*unit, state=work.states())
+            else:
+                behind.do(partial(journal.commit, *unit, can_be_followed=index == last))
 
 
 def _unit(block: QuantizedBlock, clock: _Clock) -> tuple[dict[str, Any], dict[str, Any]]:
