@@ -20,6 +20,7 @@ from quantkit.kernels.linear.joining import join
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare
 from quantkit.kernels.reference import linear as reference
 from quantkit.progress import Progress, silent
+from quantkit.runtime.head import head_in_bits
 from quantkit.runtime.layers import Block, Linear, Weights
 from quantkit.runtime.model_config import ModelConfig
 from quantkit.runtime.parallel.cut import GroupShare, Share, length, pieces, share_of_block
@@ -107,13 +108,13 @@ class _Reader:
         if whole:
             quantized = self.checkpoint.quantized(name, self.device)
             self._check_shape(name, quantized.shape, (outputs, inputs))
-            yield self._prepared(name, fmt, quantized)
+            yield self.prepared(name, fmt, quantized)
             return
         self._check_shape(name, self.checkpoint.layer_shape(name), (outputs, inputs))
         for section in share.outputs:
             for piece in pieces(section, fmt.output_unit):
                 part = self.checkpoint.quantized_part(name, piece, share.inputs, self.device)
-                yield self._prepared(name, fmt, part)
+                yield self.prepared(name, fmt, part)
 
     def _check_shape(self, name: str, found: Shape, wanted: Shape) -> None:
         if found != wanted:
@@ -122,7 +123,7 @@ class _Reader:
                 f"but config.json asks for {list(wanted)}"
             )
 
-    def _prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
+    def prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
         with self.checkpoint.naming(name):
             weight = prepare(fmt, quantized, self.dtype)
             try_layer(name, fmt, quantized, weight, self.dtype, self.device)
@@ -163,6 +164,7 @@ def load_weights(
     device: torch.device,
     on_block: Progress = silent,
     ranks: Ranks = Ranks(),  # noqa: B008  (a value)
+    head_bits: int | None = None,
 ) -> Weights:
     """Every weight of a model, or those of one rank, on its device. `config` is the whole model's."""
     reader = _Reader(checkpoint, config, dtype, device)
@@ -172,7 +174,8 @@ def load_weights(
         reader.fill(embedding, "model.embed_tokens.weight", (config.vocab, config.hidden), rows)
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
     norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
-    return Weights(embedding, blocks, norm, _head(reader, embedding, ranks))
+    head = head_in_bits(_head(reader, embedding, ranks), head_bits, dtype, reader.prepared)
+    return Weights(embedding, blocks, norm, head)
 
 
 def _head(reader: _Reader, embedding: Tensor, ranks: Ranks) -> Linear:

@@ -10,6 +10,7 @@ from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
 
 MOST_RANKS = 1024
+HEAD_BITS = (8, 4)
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
@@ -25,6 +26,7 @@ class EngineOptions:
     page_size: int = 16
     kv_dtype: str = "auto"  # auto | fp8
     kv_tokens: int | None = None  # size of the cache; None: what memory allows
+    head_bits: int | None = None  # 8 or 4: the output layer is rounded to so many when it is loaded
     memory_share: float = 0.9  # of the device's memory that quantkit may use
     swap_gib: float = 0.0  # host memory for preempted sequences; 0: they are computed anew
     share_prefixes: bool = True
@@ -41,6 +43,10 @@ class EngineOptions:
         if self.dtype is not None:
             check_choice("dtype", self.dtype, tuple(DTYPES))
         check_choice("kv_dtype", self.kv_dtype, tuple(KV_DTYPES))
+        if self.head_bits is not None and (type(self.head_bits) is not int or self.head_bits not in HEAD_BITS):
+            raise InputError(
+                f"head_bits is {self.head_bits!r}, but must be 8 or 4; leave it out to keep the output layer"
+            )
         for name in ("max_context", "max_sequences", "step_tokens", "kv_tokens", "micro_batches"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -17,6 +17,7 @@ from quantkit.progress import Progress, silent
 from quantkit.runtime.assembly import check_kernels, make_decoder, make_part
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.graphs import StepGraphs
+from quantkit.runtime.head import more_bytes
 from quantkit.runtime.layers import Weights
 from quantkit.runtime.loading import load_weights
 from quantkit.runtime.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
@@ -90,9 +91,10 @@ def start_engine(
     ranks = Ranks() if crew is None else crew.ranks
 
     def load() -> Weights:
-        return load_weights(checkpoint, config, dtype, options.torch_device, on_block, ranks)
+        return load_weights(checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits)
 
     size = weight_bytes(checkpoint, dtype) if crew is None else rank_weight_bytes(checkpoint, config, dtype, ranks)
+    size += more_bytes(config, dtype, options.head_bits, ranks)
     try:
         return build_engine(
             checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft,

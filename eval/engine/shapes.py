@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from quantkit.eval.shapes import PLAIN_SHAPES
-from quantkit.formats import Format
+from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.joining import join
 from quantkit.kernels.linear.op import LinearWeight, prepare
+from quantkit.runtime.head import head_in_bits, more_bytes
 from quantkit.runtime.layers import Block, Linear, Weights
 from quantkit.runtime.model_config import ModelConfig
 
@@ -24,11 +25,19 @@ _SPREAD = 0.01
 class RandomWeights:
     """Weights of a shape in a format, made on the device."""
 
-    def __init__(self, config: ModelConfig, fmt: Format | None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        fmt: Format | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        head_bits: int | None = None,
+    ) -> None:
         """Every linear in one format; None: as it is."""
         self._config = config
         self._format = fmt
         self._dtype = dtype
+        self._head_bits = head_bits
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -36,6 +45,7 @@ class RandomWeights:
         """What they will take: as stored, which is what kernels read too."""
         config = self._config
         plain = config.vocab * config.hidden * (1 if config.tied else 2) * self._dtype.itemsize
+        plain += more_bytes(config, self._dtype, self._head_bits)
         return plain + sum(self._stored(rows, inputs) for rows, inputs in self._linears()) * config.layers
 
     def _linears(self) -> Iterator[tuple[int, int]]:
@@ -52,8 +62,12 @@ class RandomWeights:
         config = self._config
         embedding = self._random(config.vocab, config.hidden)
         blocks = tuple(self._block() for _ in range(config.layers))
-        head = embedding if config.tied else self._random(config.vocab, config.hidden)
-        return Weights(embedding, blocks, self._ones(config.hidden), Linear((head,)))
+        head = Linear((embedding if config.tied else self._random(config.vocab, config.hidden),))
+        head = head_in_bits(head, self._head_bits, self._dtype, self._prepare)
+        return Weights(embedding, blocks, self._ones(config.hidden), head)
+
+    def _prepare(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
+        return prepare(fmt, quantized, self._dtype)
 
     def _block(self) -> Block:
         config = self._config

@@ -70,7 +70,7 @@ def start_shape(
     stages, raw = Stages(), SHAPES[shape]
     config = read_model_config(raw)
     dtype = options.torch_dtype("bfloat16")
-    weights = RandomWeights(config, fmt, dtype, options.torch_device)
+    weights = RandomWeights(config, fmt, dtype, options.torch_device, options.head_bits)
     draft = _shape_draft(config, dtype, options)
     engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages, draft=draft)
     name = described or (fmt.describe() if fmt else str(dtype)[6:])
@@ -81,7 +81,7 @@ def _started(engine: Engine, model: str, described: str, stages: Stages, first: 
     run_load(engine, Load(1, min(SHORT_PROMPT, max(1, engine.memory.max_context // 2)), WARM_UP_TOKENS))
     return Started(
         model=model,
-        format=described,
+        format=described if engine.options.head_bits is None else f"{described}, head {engine.options.head_bits} bit",
         dtype=str(engine.runner.decoder.weights.embedding.dtype)[6:],
         kv_dtype=str(engine.runner.cache.pages.dtype)[6:],
         stages=stages.seconds,

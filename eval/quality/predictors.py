@@ -99,6 +99,8 @@ class RuntimePredictor:
         kernels = "Triton kernels" if self.engine.runner.device.type == "cuda" else "plain torch"
         dtype = str(self.engine.runner.decoder.weights.embedding.dtype)[6:]
         detail = f"{kernels}, paged cache, step_tokens {self.step_tokens}"
+        if self.engine.options.head_bits is not None:
+            detail += f", head {self.engine.options.head_bits} bit"
         return Arithmetic("runtime", dtype, str(self.engine.runner.device), detail)
 
 
@@ -111,6 +113,7 @@ def load_predictor(
     device: str = "cpu",
     activations: str = "served",
     step_tokens: int | None = None,
+    head_bits: int | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     on_part: Progress = silent,
@@ -118,19 +121,21 @@ def load_predictor(
     """A model, ready for windows of this size.
 
     `dtype`: float32 unless given; the runtime on a GPU takes the checkpoint's own. `activations` (served or exact) is
-    the reference's, `step_tokens` (whole windows unless given) and the ranks are the runtime's.
+    the reference's, `step_tokens` (whole windows unless given), `head_bits` and the ranks are the runtime's.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         if step_tokens is not None:
             raise InputError(f"step_tokens is {step_tokens}, but the reference runs whole windows; use backend runtime")
+        if head_bits is not None:
+            raise InputError(f"head_bits is {head_bits}, but the reference keeps the output layer; use backend runtime")
         if tensor_parallel > 1 or pipeline_parallel > 1:
             raise InputError("tensor_parallel and pipeline_parallel are the runtime's; use backend runtime")
         return _load_reference(model, window, dtype or "float32", device, activations, on_part)
     if activations != "served":
         raise InputError("the runtime serves, it cannot leave activations exact; use backend reference")
-    ranks = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    return _load_runtime(model, window, dtype, device, step_tokens, ranks, on_part)
+    more = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "head_bits": head_bits}
+    return _load_runtime(model, window, dtype, device, step_tokens, more, on_part)
 
 
 def _load_reference(
@@ -147,7 +152,7 @@ def _load_runtime(
     dtype: str | None,
     device: str,
     step_tokens: int | None,
-    ranks: dict[str, Any],
+    more: dict[str, Any],
     on_part: Progress,
 ) -> RuntimePredictor:
     """One place, a cache for one window: length-dependent rope is that of a window, as in the reference."""
@@ -161,7 +166,7 @@ def _load_runtime(
         step_tokens=step_tokens,
         kv_tokens=window,
         graphs=False,
-        **ranks,
+        **more,
     )
     engine = start_engine(folder, options, on_block=on_part, text=False)
     return RuntimePredictor(engine, folder, min(options.budget, window))

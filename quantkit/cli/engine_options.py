@@ -18,6 +18,7 @@ _ENGINE = (
     click.option("--max-sequences", type=int, metavar="N", help="Answered at once; default: 256, on a CPU 16."),
     click.option("--step-tokens", type=int, metavar="N", help="Most tokens of one step; default: 8192, on a CPU 512."),
     click.option("--kv-dtype", default="auto", show_default=True, help="Of the cache: auto (as activations) or fp8."),
+    click.option("--head-bits", type=int, metavar="8|4", help="Round the output layer to so many bits when loading."),
     click.option("--kv-tokens", type=int, metavar="N", help="Tokens in the cache; default: what memory allows."),
     click.option(
         "--speculative",

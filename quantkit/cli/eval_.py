@@ -34,6 +34,8 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
               "default).")  # fmt: skip
 @click.option("--step-tokens", type=_COUNT, metavar="N",
               help="Runtime: feed windows in steps of N tokens; 1 takes the kernels of decoding.")  # fmt: skip
+@click.option("--head-bits", type=int, metavar="8|4",
+              help="Runtime: MODEL with its output layer rounded, as serve does it; --base keeps its own.")  # fmt: skip
 @click.option("--exact-activations", is_flag=True,
               help="Round weights only, even where the format rounds activations too.")  # fmt: skip
 @click.option("--dtype", help="float32, bfloat16 or float16; default: float32, for the runtime on a GPU the model's.")
@@ -76,7 +78,16 @@ def command(model: str, base: str | None, tasks: str | None, as_json: bool, **op
 
 
 def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
-    for name in ("text", "max_windows", "base", "kl_windows", "layers", "step_tokens", "exact_activations"):
+    for name in (
+        "text",
+        "max_windows",
+        "base",
+        "kl_windows",
+        "layers",
+        "step_tokens",
+        "exact_activations",
+        "head_bits",
+    ):
         if options[name]:
             raise click.UsageError(f"{_flag(name)} is about perplexity, which --tasks does not measure; leave one out")
     from quantkit.cli.eval_tasks import evaluate_tasks
@@ -95,8 +106,9 @@ def _check_options(asked_of_tasks: dict[str, Any], base: str | None, options: di
     for name in ("kl_windows", "layers"):
         if options[name] and not base:
             raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")
-    if options["step_tokens"] and options["backend"] != "runtime":
-        raise click.UsageError("--step-tokens is about the runtime; add --backend runtime")
+    for name in ("step_tokens", "head_bits"):
+        if options[name] and options["backend"] != "runtime":
+            raise click.UsageError(f"{_flag(name)} is about the runtime; add --backend runtime")
     for name in _RANKS:
         if options[name] > 1 and options["backend"] != "runtime":
             raise click.UsageError(f"{_flag(name)} is about the runtime; add --backend runtime")
@@ -121,7 +133,7 @@ def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[Qua
     model_folder(base or model)  # what is not there is told before minutes of loading
     predictor = _load("loading", model, options)
     windows = read_windows(load_tokenizer(model), source, window=window, max_windows=options["max_windows"])
-    reference = _load("loading base", base, options) if base else None
+    reference = _load("loading base", base, options | {"head_bits": None}) if base else None
     compared = options["kl_windows"] or _KL_WINDOWS
     with progress_bar("windows") as advance:
         result = measure_quality(predictor, windows, reference, base_windows=compared, on_window=advance)
@@ -136,7 +148,9 @@ def _load(label: str, model: str, options: dict[str, Any]) -> Predictor:
     from quantkit.eval.quality.predictors import load_predictor
 
     activations = "exact" if options["exact_activations"] else "served"
-    how = {name: options[name] for name in ("backend", "window", "dtype", "device", "step_tokens", *_RANKS)}
+    how = {
+        name: options[name] for name in ("backend", "window", "dtype", "device", "step_tokens", "head_bits", *_RANKS)
+    }
     with progress_bar(label) as advance:
         return load_predictor(model, **how, activations=activations, on_part=advance)
 

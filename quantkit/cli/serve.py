@@ -30,7 +30,10 @@ def _option(name: str, field: FieldInfo) -> Callable[[Callable[..., Any]], Calla
     if get_origin(kind) is list:
         return click.option(flag, name, multiple=True, metavar="TEXT", help=f"{help_text} May be given several times.")
     if get_origin(kind) is Literal:
-        return click.option(flag, name, type=click.Choice(get_args(kind)), help=help_text)
+        choices = get_args(kind)
+        if isinstance(choices[0], int):
+            return click.option(flag, name, type=int, metavar="|".join(map(str, choices)), help=help_text)
+        return click.option(flag, name, type=click.Choice(choices), help=help_text)
     metavar = "FILE" if name.endswith("file") else _METAVARS[kind]
     return click.option(flag, name, type=kind, metavar=metavar, help=help_text)
 

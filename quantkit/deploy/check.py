@@ -54,6 +54,7 @@ def _plan(config: DeployConfig, model: ModelPlan, gpu: bool) -> Needs:
     import torch
 
     from quantkit.checkpoint import Checkpoint, read_json
+    from quantkit.runtime.head import more_bytes
     from quantkit.runtime.memory import available_memory, plan_memory, weight_bytes
     from quantkit.runtime.model_config import read_model_config
     from quantkit.runtime.options import EngineOptions
@@ -68,7 +69,8 @@ def _plan(config: DeployConfig, model: ModelPlan, gpu: bool) -> Needs:
     dtype = options.torch_dtype(checkpoint.dtype)
     draft = find_draft(checkpoint, shape, options)
     find_medusa(checkpoint, options)
-    size = weight_bytes(checkpoint, dtype) + (0 if draft is None else draft.size)
+    size = weight_bytes(checkpoint, dtype) + more_bytes(shape, dtype, options.head_bits)
+    size += 0 if draft is None else draft.size
     if seen:  # as if it were empty: what an old replica holds is free when the new one comes
         available = int(torch.cuda.get_device_properties(0).total_memory * options.memory_share)
     elif gpu:  # a machine without GPUs cannot know theirs
@@ -86,6 +88,7 @@ def _plan_ranks(
     checkpoint: Checkpoint, shape: ModelConfig, options: EngineOptions, draft: int, model: ModelPlan, available: int
 ) -> Needs:
     """The rank that needs most; those on a CPU share its memory."""
+    from quantkit.runtime.head import more_bytes
     from quantkit.runtime.memory import plan_memory
     from quantkit.runtime.parallel.rank_memory import rank_weight_bytes
     from quantkit.runtime.parallel.ranks import Ranks, check_parallel, local_config
@@ -99,6 +102,7 @@ def _plan_ranks(
     for rank in range(model.ranks):
         one = replace(ranks, rank=rank)
         size = rank_weight_bytes(checkpoint, shape, dtype, one) + (draft if rank == 0 else 0)
+        size += more_bytes(shape, dtype, options.head_bits, one)
         plan = plan_memory(local_config(shape, one), size, dtype, options, available=available)
         found.append(Needs(size, plan.cache, available, plan.kv_tokens, plan.max_context))
     return max(found, key=lambda needs: needs.weights)

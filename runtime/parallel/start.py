@@ -9,6 +9,7 @@ import torch
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
+from quantkit.runtime.head import more_bytes
 from quantkit.runtime.memory import MemoryPlan, plan_memory
 from quantkit.runtime.model_config import ModelConfig
 from quantkit.runtime.model_part import BusyClock
@@ -97,6 +98,7 @@ def start_crew(
     for rank in range(ranks.world):
         one = replace(ranks, rank=rank)
         size, beside = rank_weight_bytes(checkpoint, config, dtype, one), None
+        size += more_bytes(config, dtype, options.head_bits, one)
         if rank == 0 and draft is not None:
             size, beside = size + draft.size, draft.config
         plan_memory(local_config(config, one), size, dtype, options, available, beside)

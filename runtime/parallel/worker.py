@@ -21,6 +21,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.runtime.assembly import check_kernels, make_part
 from quantkit.runtime.graphs import Key, StepGraphs
+from quantkit.runtime.head import more_bytes
 from quantkit.runtime.loading import load_weights
 from quantkit.runtime.memory import plan_memory, refine_plan
 from quantkit.runtime.model_config import read_model_config
@@ -79,9 +80,9 @@ def _load(
     config = read_model_config(checkpoint.config)
     local, dtype = local_config(config, ranks), options.torch_dtype(checkpoint.dtype)
     check_kernels(local, dtype, options)
-    size = rank_weight_bytes(checkpoint, config, dtype, ranks)
+    size = rank_weight_bytes(checkpoint, config, dtype, ranks) + more_bytes(config, dtype, options.head_bits, ranks)
     plan = plan_memory(local, size, dtype, options, available_to_rank(options, ranks))
-    weights = load_weights(checkpoint, config, dtype, device, ranks=ranks)
+    weights = load_weights(checkpoint, config, dtype, device, ranks=ranks, head_bits=options.head_bits)
     plan = refine_plan(plan, local, dtype, options)
     loaded = {"pages": plan.pages, "max_context": plan.max_context, "weights": resident_bytes(weights)}
     channel.say({"loaded": loaded})

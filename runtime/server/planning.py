@@ -94,6 +94,7 @@ def make_plan(wanted: Sequence[Wanted]) -> list[Share]:
 def _need(one: Wanted) -> Need:
     """From the headers of the files. What is wrong with a model alone is said here, with its name."""
     from quantkit.checkpoint import Checkpoint
+    from quantkit.runtime.head import more_bytes
     from quantkit.runtime.memory import plan_memory, weight_bytes
     from quantkit.runtime.model_config import read_model_config
     from quantkit.runtime.options import EngineOptions
@@ -108,7 +109,8 @@ def _need(one: Wanted) -> Need:
         config = read_model_config(checkpoint.config)
         dtype = options.torch_dtype(checkpoint.dtype)
         draft = find_draft(checkpoint, config, options)
-        size = weight_bytes(checkpoint, dtype) + (0 if draft is None else draft.size)
+        size = weight_bytes(checkpoint, dtype) + more_bytes(config, dtype, options.head_bits)
+        size += 0 if draft is None else draft.size
         beside = None if draft is None else draft.config
         most = plan_memory(config, size, dtype, options, available=_NO_END, draft=beside)
     except InputError as error:

@@ -32,6 +32,7 @@ ENGINE_OPTIONS = (
     "max_sequences",
     "step_tokens",
     "kv_dtype",
+    "head_bits",
     "kv_tokens",
     "memory_share",
     "swap_gib",
@@ -110,6 +111,7 @@ class ServerSettings(BaseModel):
     max_sequences: int | None = Field(None, ge=1, description="Answered at once; default: 256, on a CPU 16.")
     step_tokens: int | None = Field(None, ge=1, description="Most tokens of one step; default: 8192, on a CPU 512.")
     kv_dtype: Literal["auto", "fp8"] = Field("auto", description="Of the cache: as activations, or fp8.")
+    head_bits: Literal[8, 4] | None = Field(None, description="Bits of the output layer, rounded when it is loaded.")
     kv_tokens: int | None = Field(None, ge=1, description="Tokens in the cache; default: what memory allows.")
     memory_share: float = Field(0.9, ge=0.05, le=0.98, description="Of the GPU's memory that may be used.")
     cache_split: str | None = Field(

@@ -159,9 +159,10 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
     schemes = sorted(found.schemes)
     memory, options = engine.memory, engine.options
     embedding = engine.runner.decoder.weights.embedding
+    head = [] if options.head_bits is None else [f"head {options.head_bits} bit"]
     return {
         "model": model,
-        "format": ", ".join(schemes) or str(embedding.dtype)[6:],
+        "format": ", ".join([*(schemes or [str(embedding.dtype)[6:]]), *head]),
         "bits": found.quantized_bits_per_weight,
         "device": str(options.torch_device),
         "dtype": str(embedding.dtype)[6:],

@@ -63,6 +63,14 @@ def test_exact_activations_lose_less(int8: Path, run_cli: Cli) -> None:
     assert ("activations as served" in served["arithmetic"], "activations exact" in exact["arithmetic"]) == (True, True)
 
 
+def test_fewer_bits_of_the_output_layer_cost_more(run_cli: Cli) -> None:
+    args = ("eval", "demo-draft", "--base", "demo-draft", "--backend", "runtime", *SMALL, "--json")
+    plain, eight, four = (json.loads(run_cli(*args, *more)[1]) for more in ((), ("--head-bits", 8), ("--head-bits", 4)))
+    assert plain["kl"]["value"] == 0
+    assert 0 < eight["kl"]["value"] < 0.1 * four["kl"]["value"] < 0.01
+    assert "head 4 bit" in four["arithmetic"]
+
+
 def test_one_window_has_no_interval(run_cli: Cli) -> None:
     code, out, _ = run_cli("eval", "demo-draft", "--window", 64, "--max-windows", 1)
     assert code == 0
@@ -76,6 +84,8 @@ def test_one_window_has_no_interval(run_cli: Cli) -> None:
         (("--kl-windows", 2), ("--kl-windows", "name it with --base")),
         (("--layers",), ("--layers", "name it with --base")),
         (("--step-tokens", 4), ("--backend runtime",)),
+        (("--head-bits", 8), ("--head-bits", "--backend runtime")),
+        (("--backend", "runtime", "--head-bits", 3), ("head_bits is 3", "8 or 4")),
         (("--backend", "runtime", "--exact-activations"), ("--backend reference",)),
         (("--limit", 4), ("--limit", "--tasks")),
         (("--fewshot", 0), ("--fewshot", "--tasks")),
