@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from quantkit.cli.bench_step import print_result
 from quantkit.errors import InputError, QuantkitError
@@ -192,7 +191,6 @@ def test_too_many_requests_for_one_step_are_refused(changes: dict[str, int]) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_step_of_the_demo_model(batch: int) -> None:
     prompt, new = tokens_of(batch, 128, 10, 8192)
@@ -212,7 +210,6 @@ def test_a_step_of_the_demo_model(batch: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_command(run_cli: Cli, tmp_path: Path) -> None:
     args = ("bench", "step", "demo", "--context", 96, "--steps", 8, "--kv-tokens", 4096)
     code, out, _ = run_cli(*args, "--output", tmp_path / "step.csv")
@@ -225,7 +222,6 @@ def test_the_command(run_cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_wrong_input_on_a_gpu(assert_refused: Refused, tmp_path: Path) -> None:
     assert_refused(
         tmp_path, "bench", "step", "demo", "--max-context", 64, words=("--max-context is 64", "leave it out")

@@ -201,7 +201,6 @@ def test_empty_batch(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
 def test_graph_replays_with_other_trees() -> None:
     batch = random_batch([300, 70, 33], [12, 5, 1], ancestors=True, device="cuda")
     scratch = make_scratch("cuda", sequences=3, heads=8, kv_heads=2, head_dim=64, max_queries=12)

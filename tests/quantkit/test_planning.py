@@ -181,7 +181,6 @@ def test_what_a_run_would_refuse_is_refused(tiny_model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_block_lies_there(tiny_model: Path) -> None:
     recipe = load_recipe("gptq-w4g128")
     plan = make_plan(Checkpoint(tiny_model), recipe, samples=16, seq_len=128, device="cuda")

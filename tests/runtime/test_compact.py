@@ -18,9 +18,7 @@ MOVES = {
     "a single one": ([19], [0]),
     "none": ([], []),
 }
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-)
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def random_pages(dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -80,7 +78,6 @@ def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
 def test_graph_replays_with_other_slots() -> None:
     pages = random_pages(torch.bfloat16, "cuda")
     untouched, sources, targets = pages.clone(), slots([1, 2], "cuda"), slots([3, 4], "cuda")

@@ -103,7 +103,6 @@ def test_a_failing_step_frees_its_pages(tiny_model: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("step", [1, 7, 64, None])
 def test_kernels_give_the_logits_of_the_reference(step: int | None, tmp_path: Path) -> None:
     """bfloat16 on both sides, NF4 weights: the difference is rounding."""

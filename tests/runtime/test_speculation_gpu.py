@@ -6,13 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.params import SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 TEXT = HELDOUT_TEXT.read_text(encoding="utf-8")
 PROMPTS = [TEXT[at : at + 200] for at in range(0, 6000, 500)]

@@ -1,7 +1,6 @@
 """The rehearsal before the first request: every range of token counts runs, and nothing of it is left."""
 
 import pytest
-import torch
 
 from quantkit.kernels.linear.dispatch import BUCKETS
 from quantkit.runtime.engine import Engine
@@ -73,7 +72,6 @@ def test_graph_sizes_to_capture() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_no_graph_is_captured_later() -> None:
     llm = LLM("demo", device="cuda", kv_tokens=50_000, max_context=512, max_sequences=32, warm_up=True)
     graphs = llm.engine.runner.graphs

@@ -5,7 +5,7 @@ import torch
 
 from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Fp4, Gptq, LlmInt8, Nf4
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 FORMATS = [
     *(Gptq(), Gptq(bits=3), Gptq(sym=False), Awq(), CtPacked(), CtPacked(bits=5, sym=False), CtInt8(), LlmInt8()),
     *(CtFloat8(), CtFloat8(strategy="block"), CtFloat8(strategy="tensor"), Nf4(), Nf4(double_quant=False), Fp4()),

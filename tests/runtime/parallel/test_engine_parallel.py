@@ -196,7 +196,11 @@ def test_tokens_are_those_of_one_process(
     # A last bit in the sum of two ranks can turn a rounding to 8 bits around: seen 0.05, on ARM.
     near = 0.1 if name == "llm-int8" and tensor > 1 else 1e-3
     assert_same(found, one.in_stages if name == "llm-int8" and pipeline > 1 else one.found, near)
-    torch.testing.assert_close(score_tokens(engine, torch.arange(5, 60)), one.scores, rtol=0, atol=max(near, 2e-2))
+    scores = score_tokens(engine, torch.arange(5, 60))
+    if near > 1e-3:
+        assert float((scores - one.scores).norm() / one.scores.norm()) < 1e-2
+    else:
+        torch.testing.assert_close(scores, one.scores, rtol=0, atol=2e-2)
     assert_shares(engine, one, Ranks(tensor, pipeline))
 
 
