@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from quantkit.kernels.linear.cpu import plain
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare_plain
 
 
@@ -49,7 +49,7 @@ def _prepared(weight: Tensor | LinearWeight) -> Tensor | LinearWeight:
 
 def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
-        return torch.nn.functional.linear(x, weight, bias)
+        return plain(x, weight, bias)
     return linear(x, weight, bias)
 
 

@@ -151,6 +151,18 @@ def matmul(x: Tensor, weight: CpuWeight, bias: Tensor | None = None, out: Tensor
     return run(x.to(product_dtype(weight.dtype)), weight, bias, y)
 
 
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same for a weight that is not quantized: torch's own where it is fast, else slabs of float32."""
+    if x.device.type != "cpu" or product_dtype(x.dtype) == x.dtype:
+        return linear(x, weight, bias)
+    y, wide = x.new_empty(x.shape[0], len(weight)), x.to(product_dtype(x.dtype))
+    rows = max(1, SLAB // weight.shape[1])
+    for start in range(0, len(weight), rows):
+        part = None if bias is None else bias[start : start + rows].to(wide.dtype)
+        y[:, start : start + rows] = linear(wide, weight[start : start + rows].to(wide.dtype), part)
+    return y
+
+
 @cache
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which x of this dtype is multiplied: in float32 where this CPU has no instructions for 16 bits."""

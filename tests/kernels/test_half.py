@@ -147,7 +147,7 @@ def test_only_16_bit_on_a_gpu() -> None:
 
 
 def test_the_op_and_the_layer(device: str) -> None:
-    for outputs, inputs in ((96, 192), (2080, 2056)):  # torch's, and on a GPU our kernel's
+    for outputs, inputs in ((96, 192), (2080, 2056)) if device == "cuda" else ((96, 192),):  # torch's, our kernel's
         for tokens in (1, 5, 16, 40, 70):
             weight, x, bias = make(outputs, inputs, tokens, "bfloat16", device)
             layer = Linear((weight,), bias)

@@ -142,6 +142,18 @@ def test_choice() -> None:
     assert [chosen(fmt, torch.bfloat16, 1) for fmt in (Nf4(), CtFloat8())] == ["slabs", "slabs"]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_that_are_not_quantized(biased: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "SLAB", 1000)  # several slabs, the last one smaller
+    weight, x = make_x(50, 96, dtype), make_x(7, 96, dtype, mean=1)
+    bias = make_x(1, 50, dtype)[0] if biased else None
+    y = cpu.plain(x, weight, bias)
+    assert y.dtype == dtype
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert relative_error(y, exact) < LARGEST_ERROR[str(dtype)[6:]]
+
+
 def test_four_bits_take_half_a_byte() -> None:
     quantized = make(Nf4(), 256, 1024)
     assert packed(Nf4(), quantized, torch.bfloat16).nbytes < 0.6 * quantized.codes.nbytes  # type: ignore[attr-defined]
