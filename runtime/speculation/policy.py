@@ -49,7 +49,8 @@ class _Record:
 
 class Policy:
     def __init__(self, most: int, costs: Costs, adaptive: bool = True, alike: bool = False) -> None:
-        """`alike`: all get the same number, as of the nodes of a tree, whose worth does not fall as that of a chain."""
+        """`alike`: all get the same number. So do nodes of a tree, whose worth does not fall as that of a chain, and
+        steps that are CUDA graphs, which cost what the longest draft costs: shorter ones would save nothing."""
         self._alike = alike
         self.most = most
         self.costs = costs

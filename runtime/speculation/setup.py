@@ -90,10 +90,12 @@ def make_speculation(
         drafter = make_drafter(draft)
         drafter.early = options.overlaps
         costs = Costs(seconds, drafter.loop.seconds)
-        return Speculation(drafter, Policy(asked.most, costs, asked.adaptive), overlaps=options.overlaps)
+        policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
+        return Speculation(drafter, policy, overlaps=options.overlaps)
     if asked.kind != "ngram":
         raise InputError(f"speculative is '{options.speculative}', but a shape has no such draft; use ngram")
-    policy = Policy(asked.most, Costs(seconds, draft_share=0.0), asked.adaptive)
+    costs = Costs(seconds, draft_share=0.0)
+    policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
     return Speculation(NgramDrafter(), policy, overlaps=options.overlaps)
 
 
