@@ -72,11 +72,15 @@ def seconds_to_read(model: Path) -> float:
     return round(time.monotonic() - began, 1)
 
 
-def measure(model: Path, recipe: str, output: Path, *, device: str, samples: int, seq_len: int) -> dict[str, Any]:
+def measure(
+    model: Path, recipe: str, output: Path, *, device: str, samples: int, seq_len: int, quality_windows: int = 8
+) -> dict[str, Any]:
     """Seconds and peak memory of one run, everything included: reading, writing, verifying, measuring quality."""
     calibration = Calibration(samples=samples, seq_len=seq_len)
     began = time.monotonic()
-    report = quantize(model, recipe, output, calibration=calibration, device=device, overwrite=True)
+    report = quantize(
+        model, recipe, output, calibration=calibration, device=device, overwrite=True, quality_windows=quality_windows
+    )
     seconds = time.monotonic() - began
     gpu = torch.cuda.max_memory_reserved() if device != "cpu" else 0
     if device != "cpu":
@@ -100,11 +104,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--quality-windows", type=int, default=8)
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(given.shape, Path(folder, "model"), blocks=given.blocks, device=given.device)
         options = {"device": given.device, "samples": given.samples, "seq_len": given.seq_len}
+        options |= {"quality_windows": given.quality_windows}
         for recipe in given.recipes:
             reading = seconds_to_read(model)
             row = measure(model, recipe, Path(folder, "out"), **options)

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 COMMAND = (sys.executable, "-m", "quantkit", "quantize", "demo", "-r", "gptq-w4g128")
-COMMAND += ("--samples", "8", "--seq-len", "128", "-o", "out")
+COMMAND += ("--samples", "8", "--seq-len", "128", "--quality-windows", "1", "-o", "out")
 KILLS = 10
 BLOCKS = 5  # of the bundled model
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # sums depend on the number of threads; one waits for nobody
