@@ -17,6 +17,7 @@ off instead of rounding them. There all products run in float32 (Neoverse N1, 2 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -156,11 +157,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or product_dtype(x.dtype) == x.dtype:
         return linear(x, weight, bias)
     y, wide = x.new_empty(x.shape[0], len(weight)), x.to(product_dtype(x.dtype))
-    rows = max(1, SLAB // weight.shape[1])
-    for start in range(0, len(weight), rows):
-        part = None if bias is None else bias[start : start + rows].to(wide.dtype)
-        y[:, start : start + rows] = linear(wide, weight[start : start + rows].to(wide.dtype), part)
-    return y
+    return _by_slabs(wide, lambda start, stop: weight[start:stop].to(wide.dtype), bias, y)
 
 
 @cache
@@ -217,11 +214,15 @@ def _int8(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> Tenso
 
 
 def _slabs(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> Tensor:
-    rows = max(1, SLAB // weight.inputs)
-    for start in range(0, weight.outputs, rows):
-        stop = min(start + rows, weight.outputs)
-        slab = weight.rows.decode(start, stop, x.dtype)
-        y[:, start:stop] = linear(x, slab, None if bias is None else bias[start:stop].to(x.dtype))
+    return _by_slabs(x, lambda start, stop: weight.rows.decode(start, stop, x.dtype), bias, y)
+
+
+def _by_slabs(x: Tensor, rows: Callable[[int, int], Tensor], bias: Tensor | None, y: Tensor) -> Tensor:
+    """y = x @ weight.T + bias, some outputs at a time; `rows(start, stop)` are those of the weight, in x's dtype."""
+    outputs, size = y.shape[1], max(1, SLAB // x.shape[1])
+    for start in range(0, outputs, size):
+        stop = min(start + size, outputs)
+        y[:, start:stop] = linear(x, rows(start, stop), None if bias is None else bias[start:stop].to(x.dtype))
     return y
 
 
