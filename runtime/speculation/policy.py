@@ -77,8 +77,10 @@ class Policy:
         best = self._best(len(answering), records)
         if best == 0 and self._plain_steps >= self._pause(len(answering)):
             hope = [replace(record, right=_HOPE, tested=1.0, offered=1.0) for record in records]
-            self._to_try = _TRIED * len(answering) if self._best(len(answering), hope) else 0
             self._plain_steps = 0
+            if self._best(len(answering), hope):
+                self.forget_everybody()
+                self._to_try = _TRIED * len(answering)
         if best == 0 and self._to_try == 0:
             self._plain_steps += 1
             self._quiet = _LOOK - 1 if self.costs.estimate(len(answering), 0) is not None else 0
@@ -93,6 +95,11 @@ class Policy:
 
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.id, None)
+
+    def forget_everybody(self) -> None:
+        """How guesses did, not what steps cost. A trial begins so: what is old would outweigh the little it brings."""
+        self._records.clear()
+        self._everybody = _Record()
 
     def _record(self, sequence: Sequence) -> _Record:
         """A new one begins with what the others' guesses are worth, and soon has its own."""

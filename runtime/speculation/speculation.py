@@ -106,7 +106,8 @@ class Speculation:
         self._drafter = drafter
         self._policy = policy or Policy(0, Costs())
         self._active = drafter is not None  # whether guesses pay now
-        self._begun: deque[tuple[float, bool]] = deque()  # when the steps in flight began; behind another in flight
+        self._begun: deque[tuple[float, bool, bool]] = deque()  # steps in flight: `begin`
+        self._was_active = False  # in the step before
         self._ended = 0.0  # when the last step was seen
         self._last: set[int] = set()  # sequences in it
         self._coin: Callable[[], bool] | None = None  # for benchmarks
@@ -142,7 +143,8 @@ class Speculation:
             self._drafter.prepare(sequences, guesses)
 
     def reset(self) -> None:
-        """Counters, as if nothing had run."""
+        """Counters and records, as if nothing had run; what steps cost stays known."""
+        self._policy.forget_everybody()
         self.steps = self.guessed = self.accepted = 0
         self.saved_seconds = 0.0
 
@@ -171,7 +173,10 @@ class Speculation:
             return
         # Somebody who was in the last step did not end, so the engine was never idle: what the host did counts too.
         goes_on = any(share.sequence.id in self._last for share in plan.shares)
-        self._begun.append((self._ended if goes_on else time.perf_counter(), bool(self._begun)))
+        began = self._ended if goes_on else time.perf_counter()
+        # First guesses after plain steps take longer: a draft model has tokens to read, and no guess is there early.
+        self._begun.append((began, bool(self._begun), self._active == self._was_active))
+        self._was_active = self._active
         self._drafter.complete(plan)
         if self._coin is not None:
             rows = sum(1 + len(share.draft) for share in plan.shares if share.samples)
@@ -187,7 +192,7 @@ class Speculation:
         if self._drafter is None:
             return
         now = time.perf_counter()
-        begun, overlapped = self._begun.popleft()
+        begun, overlapped, settled = self._begun.popleft()
         seconds = now - max(begun, self._ended)
         self._ended, plan = now, launched.plan
         self._last = {share.sequence.id for share in plan.shares}
@@ -195,7 +200,8 @@ class Speculation:
             self._drafter.learn(launched, outcomes)
         if plan.answers_only:
             guesses = max(len(share.draft) for share in plan.shares)
-            if guesses or overlapped or not self._overlaps:  # a plain step that did not overlap is not a typical one
+            typical = settled if guesses else overlapped or not self._overlaps
+            if typical:
                 self._policy.costs.observe(len(plan.shares), guesses, seconds)
             plain = self._policy.costs.estimate(len(plan.shares), 0)
             if guesses and plain is not None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.runner import Launched
+from quantkit.runtime.sampler import Samples
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.speculation import speculation as module
 from quantkit.runtime.speculation.costs import Costs
+from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.speculation.policy import Policy
+from quantkit.runtime.speculation.speculation import Speculation
+from quantkit.runtime.step_plan import Share, StepPlan
 
 
 def sequences(count: int) -> list[Sequence]:
@@ -64,9 +72,22 @@ def test_a_trial_waits_until_somebody_can_guess() -> None:
     asked = [bool(policy.lengths(running)) for _ in range(300)]  # nothing is verified meanwhile
     first = asked.index(True)
     assert all(asked[first:])
-    for _ in range(4):
+    for _ in range(12):
         policy.see(running[0], 1, 0)
     assert policy.lengths(running) == {}
+
+
+def test_a_trial_judges_by_what_it_sees() -> None:
+    """Not by what was long before: guesses were bad, now they are good, and one trial is enough to go on."""
+    policy, running = Policy(4, graph_costs(), alike=True), sequences(8)
+    for _ in range(3):
+        policy.costs.observe(8, 0, 2.42e-3)
+    for one in running:
+        for _ in range(40):
+            policy.see(one, 1, 0)
+    assert policy.lengths(running) == {}
+    good = [bool(lengths) for lengths in settled(policy, running, 0.9, 400)]
+    assert all(good[good.index(True) :])
 
 
 def test_a_step_that_captured_a_graph_says_nothing() -> None:
@@ -222,3 +243,41 @@ def test_close_to_the_best_fixed_number_where_steps_are_graphs(acceptance: float
         fixed.append(sum(found) / len(found))
     adaptive = [tokens_per_second(Policy(4, graph_costs(), alike=True), acceptance, seed) for seed in seeds]
     assert sum(adaptive) / len(adaptive) > 0.95 * max(fixed)
+
+
+class _AsTold(Policy):
+    """Guesses in the steps it is told to, and remembers nothing else."""
+
+    told: bool = False
+
+    def lengths(self, answering: list[Sequence]) -> dict[int, int]:
+        return {one.id: 2 for one in answering} if self.told else {}
+
+
+def test_the_first_step_with_guesses_after_plain_ones_is_not_typical(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a draft model reads all it missed. Such a time, believed, would say that guesses never pay."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    policy = _AsTold(2, Costs())
+    speculation = Speculation(NgramDrafter(), policy)
+    one = Sequence(0, [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(), 0.0, 0, 100)
+    one.computed = len(one.tokens) - 1
+
+    def step(guesses: bool, seconds: float) -> None:
+        policy.told = guesses
+        speculation.propose([one])
+        draft = tuple(one.draft)
+        assert bool(draft) == guesses
+        plan = StepPlan([Share(one, one.computed, 1 + len(draft), samples=True, draft=draft)])
+        speculation.begin(plan)
+        clock.now += seconds
+        speculation.end(Launched(plan, plan.shares, Samples(torch.zeros(1)), None, {}, None), [])
+
+    for _ in range(4):
+        step(False, 1.0)
+        step(True, 9.0)
+        step(True, 2.0)
+    step(False, 1.0)
+    step(True, 9.0)
+    assert policy.costs.estimate(1, 0) == pytest.approx(1.0)
+    assert policy.costs.estimate(1, 2) == pytest.approx(2.0)
