@@ -32,12 +32,15 @@ class RandomWeights:
         dtype: torch.dtype,
         device: torch.device,
         head_bits: int | None = None,
+        *,
+        zeros: bool = False,
     ) -> None:
-        """Every linear in one format; None: as it is."""
+        """Every linear in one format; None: as it is. `zeros`: of blocks, instead of weights at random."""
         self._config = config
         self._format = fmt
         self._dtype = dtype
         self._head_bits = head_bits
+        self._zeros = zeros
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -81,12 +84,17 @@ class RandomWeights:
     def _linear(self, outputs: tuple[int, ...], inputs: int, *, biased: bool) -> Linear:
         bias = self._random(sum(outputs), 1).flatten() if biased else None
         if self._format is None:
-            return Linear((self._random(sum(outputs), inputs),), bias)
+            return Linear((self._weight(sum(outputs), inputs),), bias)
         weights: list[LinearWeight] = [
-            prepare(self._format, self._format.quantize(self._random(rows, inputs)), self._dtype) for rows in outputs
+            prepare(self._format, self._format.quantize(self._weight(rows, inputs)), self._dtype) for rows in outputs
         ]
         joined = join(weights)
         return Linear(tuple(weights) if joined is None else (joined,), bias)
+
+    def _weight(self, rows: int, columns: int) -> Tensor:
+        if self._zeros:
+            return torch.zeros(rows, columns, dtype=self._dtype, device=self._device)
+        return self._random(rows, columns)
 
     def _random(self, rows: int, columns: int) -> Tensor:
         place = torch.empty(rows, columns, dtype=self._dtype, device=self._device)

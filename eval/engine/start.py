@@ -48,11 +48,14 @@ def formats_of(model: str, asked: list[str]) -> list[str]:
     return asked or ["w4", "nf4", "llm-int8", UNQUANTIZED]
 
 
-def start(model: str, format_name: str, options: EngineOptions, *, first: bool) -> tuple[Engine, Started]:
-    """An engine for a checkpoint, or for a shape in a format of `formats_of`."""
+def start(
+    model: str, format_name: str, options: EngineOptions, *, first: bool, zeros: bool = False
+) -> tuple[Engine, Started]:
+    """An engine for a checkpoint, or for a shape in a format of `formats_of`, with weights at random or of zeros."""
     if format_name == CHECKPOINT:
         return start_checkpoint(model, options, first=first)
-    return start_shape(model, _format(format_name, options), options, first=first, described=format_name)
+    fmt, described = _format(format_name, options), f"{format_name}, zeros" if zeros else format_name
+    return start_shape(model, fmt, options, first=first, described=described, zeros=zeros)
 
 
 def start_checkpoint(model: str, options: EngineOptions, *, first: bool) -> tuple[Engine, Started]:
@@ -64,13 +67,19 @@ def start_checkpoint(model: str, options: EngineOptions, *, first: bool) -> tupl
 
 
 def start_shape(
-    shape: str, fmt: Format | None, options: EngineOptions, *, first: bool, described: str | None = None
+    shape: str,
+    fmt: Format | None,
+    options: EngineOptions,
+    *,
+    first: bool,
+    described: str | None = None,
+    zeros: bool = False,
 ) -> tuple[Engine, Started]:
     """The same with random weights; every linear is in one format, or as it is."""
     stages, raw = Stages(), SHAPES[shape]
     config = read_model_config(raw)
     dtype = options.torch_dtype("bfloat16")
-    weights = RandomWeights(config, fmt, dtype, options.torch_device, options.head_bits)
+    weights = RandomWeights(config, fmt, dtype, options.torch_device, options.head_bits, zeros=zeros)
     draft = _shape_draft(config, dtype, options)
     engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages, draft=draft)
     name = described or (fmt.describe() if fmt else str(dtype)[6:])

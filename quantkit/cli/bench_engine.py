@@ -28,10 +28,12 @@ def measure_engines(
     new: int,
     options: dict[str, Any],
     path: Path | None,
+    *,
+    zeros: bool = False,
 ) -> list[EngineRow]:
     """A row for every format and batch."""
     from quantkit.eval.engine.run import Load
-    from quantkit.eval.engine.start import formats_of
+    from quantkit.eval.engine.start import CHECKPOINT, formats_of
     from quantkit.runtime.options import EngineOptions
 
     if not batches or min(batches) < 1:
@@ -42,15 +44,19 @@ def measure_engines(
     most = options["max_sequences"] or max(max(batches), 1)
     chosen = EngineOptions(**(options | {"max_sequences": most, "max_context": options["max_context"] or longest}))
     names = formats_of(model, formats)
+    if zeros and names == [CHECKPOINT]:
+        raise InputError(f"--zero-weights is for a --shape; '{model}' has weights of its own")
     rows = []
     with progress_bar("engine") as advance:
-        for row in _rows(model, names, loads, chosen, path):
+        for row in _rows(model, names, loads, chosen, path, zeros):
             rows.append(row)
             advance(f"{row.started.format} b{row.times.load.batch}", len(names) * len(loads))
     return rows
 
 
-def _rows(model: str, formats: list[str], loads: list[Any], options: Any, path: Path | None) -> Iterator[EngineRow]:
+def _rows(
+    model: str, formats: list[str], loads: list[Any], options: Any, path: Path | None, zeros: bool
+) -> Iterator[EngineRow]:
     import torch
 
     from quantkit.eval.engine import results
@@ -60,7 +66,7 @@ def _rows(model: str, formats: list[str], loads: list[Any], options: Any, path: 
     device = options.torch_device
     bandwidth = None
     for place, name in enumerate(formats):
-        engine, started = start(model, name, options, first=place == 0)
+        engine, started = start(model, name, options, first=place == 0, zeros=zeros)
         if bandwidth is None:
             bandwidth = measure_bandwidth(device)
         for load in loads:

@@ -138,6 +138,8 @@ def test_bench_engine(run_cli: Cli, tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [(row["format"], row["batch"]) for row in rows] == [("w4", "1"), ("w4", "3"), ("bf16", "1"), ("bf16", "3")]
     assert all(float(row["tokens_per_second"]) > 0 and float(row["step_ms"]) > 0 for row in rows)
+    zeros = run_cli(*args, "--format", "w4", "--zero-weights", "--no-save", "--json")
+    assert [row["format"] for row in json.loads(zeros[1])["rows"]] == ["w4, zeros", "w4, zeros"]
     found = json.loads(run_cli("bench", "engine", "demo", *args[4:], "--no-save", "--json")[1])
     assert [row["format"] for row in found["rows"]] == ["float32", "float32"]
     assert set(found["rows"][0]["stages_s"]) >= {"weights", "cache"}

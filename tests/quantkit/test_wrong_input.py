@@ -183,6 +183,7 @@ def test_bench_engine_limits(assert_refused: Refused, tmp_path: Path) -> None:
     assert_refused(tmp_path, *bench, "--shape", "tinny", words=("unknown shape 'tinny'", "did you mean 'tiny'"))
     assert_refused(tmp_path, *bench, "--shape", "tiny", "--batch", "0", words=("1 or more",))
     assert_refused(tmp_path, *bench, "nowhere", words=("no model at 'nowhere'",))
+    assert_refused(tmp_path, *bench, "demo", "--zero-weights", words=("weights of its own",))
 
 
 def limit_file_size() -> None:
