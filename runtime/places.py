@@ -5,6 +5,7 @@ The row behind the last one belongs to nobody: padding reads and writes it.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,12 @@ class Places:
         self._group = group
         self.tokens = torch.zeros((count + 1, 1 + MOST_GUESSES), dtype=torch.int64, device=device)  # last one, guesses
         self.page_table = torch.full((count + 1, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
+
+    def alone(self) -> Places:
+        """The same rows for a model that this rank runs alone, as a draft: no other rank is asked for tokens."""
+        places = copy(self)
+        places._group = Alone()
+        return places
 
     @property
     def padding(self) -> int:

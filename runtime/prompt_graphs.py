@@ -21,6 +21,7 @@ from quantkit.runtime.places import Places
 from quantkit.runtime.step_inputs import StepInputs
 
 TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+MOST_TOKENS = TOKENS[-1]
 _FEW = 8  # sequences
 
 
@@ -41,9 +42,9 @@ class PromptGraphs:
         self._pool = pool
         self._sequences = sorted({1 + min(_FEW, places.count), 1 + places.count})
         device, config = places.device, decoder.config
-        self._numbers = torch.zeros(4 * TOKENS[-1] + 3 * places.count + 8, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(TOKENS[-1], config.hidden, dtype=decoder.weights.embedding.dtype, device=device)
-        self._ids = torch.zeros(TOKENS[-1], dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(4 * MOST_TOKENS + 3 * places.count + 8, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(MOST_TOKENS, config.hidden, dtype=decoder.weights.embedding.dtype, device=device)
+        self._ids = torch.zeros(MOST_TOKENS, dtype=torch.int64, device=device)
         self._graphs: dict[PromptKey, torch.cuda.CUDAGraph] = {}
 
     @property
@@ -52,7 +53,7 @@ class PromptGraphs:
         return sorted((PromptKey(tokens, count) for tokens in TOKENS for count in self._sequences), reverse=True)
 
     def takes(self, inputs: StepInputs) -> bool:
-        return not inputs.ancestors and 0 < len(inputs.ids) <= TOKENS[-1]
+        return not inputs.ancestors and 0 < len(inputs.ids) <= MOST_TOKENS
 
     def run(self, inputs: StepInputs) -> tuple[Tensor, Answered]:
         """What comes behind all tokens, valid until the next step, and of the rows behind which a token is sampled."""

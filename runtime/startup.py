@@ -23,6 +23,7 @@ from quantkit.runtime.loading import load_weights
 from quantkit.runtime.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
 from quantkit.runtime.model import Decoder, KvCache
 from quantkit.runtime.model_config import ModelConfig, read_model_config
+from quantkit.runtime.model_part import ModelPart
 from quantkit.runtime.ops import import_ahead, ops_for
 from quantkit.runtime.options import EngineOptions
 from quantkit.runtime.parallel.launcher import Launcher
@@ -31,6 +32,7 @@ from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight
 from quantkit.runtime.parallel.ranks import Ranks, local_config
 from quantkit.runtime.parallel.start import Crew, refuse_ranks, start_crew
 from quantkit.runtime.places import Places
+from quantkit.runtime.prompt_graphs import PromptGraphs
 from quantkit.runtime.runner import Runner
 from quantkit.runtime.sampler import Sampler
 from quantkit.runtime.speculation.draft_loop import DraftLoop
@@ -151,9 +153,10 @@ def build_engine(
 
     def make_drafter(model: DraftModel) -> ModelDrafter:
         decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
-        cache, places = draft_cache(model.config, runner.cache, dtype), runner.places
-        loop = DraftLoop(decoder, cache, ops_for(device, dtype), places, runner.graphs is not None)
-        return ModelDrafter(decoder, cache, places, loop)
+        cache, places, graphs = draft_cache(model.config, runner.cache, dtype), runner.places.alone(), runner.graphs
+        loop = DraftLoop(decoder, cache, ops_for(device, dtype), places, graphs is not None)
+        prompts = None if graphs is None else PromptGraphs(decoder, cache, places, graphs.pool)
+        return ModelDrafter(ModelPart(decoder, cache, places, prompt_graphs=prompts), loop)
 
     with stages.stage("cache"):
         runner = _make_runner(raw, own, weights, plan, dtype, options, crew)

@@ -101,7 +101,7 @@ def _leave(counter, programs):
 def fetch_items(q, cache_k, cache_v, q_smem, k_smem, v_smem, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 page_table, contexts, starts, counter, table_stride, sequences, items, programs, HEADS: gl.constexpr,
                 KV_HEADS: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr, SKIP: gl.constexpr,
-                STAGES: gl.constexpr, Q_STAGES: gl.constexpr, STAY: gl.constexpr):  # fmt: skip
+                STAGES: gl.constexpr, Q_STAGES: gl.constexpr):  # fmt: skip
     """As far ahead as there is room. An item is announced by a note; the last note has no rows left."""
     TOKENS: gl.constexpr = 128 // PACK
     TILES: gl.constexpr = HEADS // PACK
@@ -118,11 +118,8 @@ def fetch_items(q, cache_k, cache_v, q_smem, k_smem, v_smem, notes, q_full, q_em
     item = gl.program_id(0)
     sequence, token, left, earliest, context = _find(starts, contexts, item, sequences, TILES, TOKENS, SKIP)
     while item < items:
-        following = items
-        found = (sequence, token, left, earliest, context)
-        if STAY:  # known before this item is done, so that no warp waits for it
-            following = gl.atomic_add(counter, 1) + programs
-            found = _find(starts, contexts, gl.minimum(following, items - 1), sequences, TILES, TOKENS, SKIP)
+        following = gl.atomic_add(counter, 1) + programs  # known before this item is done, so that no warp waits
+        found = _find(starts, contexts, gl.minimum(following, items - 1), sequences, TILES, TOKENS, SKIP)
         if left > 0:
             stage = turn % Q_STAGES
             head = item % TILES * PACK
@@ -153,5 +150,4 @@ def fetch_items(q, cache_k, cache_v, q_smem, k_smem, v_smem, notes, q_full, q_em
     notes.index(stage).store(gl.zeros((8,), gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
     barrier()
     mbarrier.arrive(q_full.index(stage), count=1)
-    if STAY:
-        _leave(counter, programs)
+    _leave(counter, programs)

@@ -54,7 +54,7 @@ def _score(queries, k_smem, stage, SCORES: gl.constexpr):
 
 @gluon.jit
 def _advance(queries, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, step, asked, more, limit, weight, acc,
-             top, total, steep, MASKED: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+             top, total, steep, MASKED: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
              SCORES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
     """Scores and weights of tile `step`, which has arrived, and the sum over the values of the tile before.
 
@@ -62,13 +62,11 @@ def _advance(queries, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, s
     """
     stage = step % STAGES
     before = (step - 1) % STAGES
-    if TURNS:
-        mbarrier.wait(turns.index(PART), (asked & 1) ^ (1 - PART))
+    mbarrier.wait(turns.index(PART), (asked & 1) ^ (1 - PART))
     scores = _score(queries, k_smem, stage, SCORES)
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
     acc = warpgroup_mma(weight, v_smem.index(before), acc, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - PART), count=1)
+    mbarrier.arrive(turns.index(1 - PART), count=1)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     _give_back(k_empty.index(stage))
     if MASKED:
@@ -111,7 +109,7 @@ def _store(out, result, token, left, head, out_token, out_head, PACK: gl.constex
 @gluon.jit
 def attend_items(q_smem, k_smem, v_smem, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, out, scale,
                  out_token, out_head, PART: gl.constexpr, PACK: gl.constexpr, BOX: gl.constexpr,
-                 STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr, LINES: gl.constexpr):  # fmt: skip
+                 STAGES: gl.constexpr, Q_STAGES: gl.constexpr):  # fmt: skip
     """64 rows of every item: those of PART."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     DIM: gl.constexpr = k_smem.shape[2]
@@ -150,20 +148,18 @@ def attend_items(q_smem, k_smem, v_smem, notes, q_full, q_empty, k_full, k_empty
             weight, acc, top, total = _advance(
                 queries, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, step, step - 1 - turn,
                 past + 1 < tiles, position - (start - past * BLOCK_N), weight, acc, top, total, steep, True, PART,
-                STAGES, TURNS, scores_in, sums_in)  # fmt: skip
+                STAGES, scores_in, sums_in)  # fmt: skip
             step += 1
         for past in range(clear):
             weight, acc, top, total = _advance(
                 queries, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, step, step - 1 - turn,
                 past + 1 < clear, position, weight, acc, top, total, steep, False, PART,
-                STAGES, TURNS, scores_in, sums_in)  # fmt: skip
+                STAGES, scores_in, sums_in)  # fmt: skip
             step += 1
         token = _field(note, TOKEN)
         left = _field(note, LEFT)
         head = _field(note, HEAD)
         q_stage = turn % Q_STAGES
-        if not LINES:
-            _give_back(q_empty.index(q_stage))
         turn += 1
         stage = (step - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
@@ -173,11 +169,11 @@ def attend_items(q_smem, k_smem, v_smem, notes, q_full, q_empty, k_full, k_empty
 
         acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, sums_in))[:, None]
         result = acc.to(k_smem.dtype)
-        if LINES:  # by way of the queries' place, so that a warp writes whole lines of memory
-            queries.store(result)
-            barrier()
-            result = queries.load(gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0]))
-            fence_async_shared()
-            _give_back(q_empty.index(q_stage))
+        # By way of the queries' place, so that a warp writes whole lines of memory.
+        queries.store(result)
+        barrier()
+        result = queries.load(gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0]))
+        fence_async_shared()
+        _give_back(q_empty.index(q_stage))
         _store(out, result, token + PART * (64 // PACK), left - PART * (64 // PACK), head, out_token, out_head, PACK)
         note = _read(notes, turn % Q_STAGES, q_full, turn, Q_STAGES)

@@ -36,10 +36,6 @@ class HopperPrefillConfig:
     block_n: int = 128
     stages: int = 2
     query_stages: int = 2
-    pack: bool = True  # query heads of one KV head share a tile
-    stay: bool = True  # programs take items until none is left; otherwise one each
-    turns: bool = True  # the two groups of warps ask for products strictly in turn
-    lines: bool = True  # results are written in whole lines
     registers: int = 224  # of a thread that multiplies; the one warp gets 504 - 2 * registers
 
 
@@ -47,8 +43,8 @@ class HopperPrefillConfig:
 def _hopper_prefill(q, cache_k, cache_v, out, page_table, contexts, starts, counter, scale, table_stride, out_token,
                     out_head, sequences, items, programs, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
                     DIM: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr, SKIP: gl.constexpr,
-                    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, STAY: gl.constexpr,
-                    TURNS: gl.constexpr, LINES: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+                    REGISTERS: gl.constexpr):  # fmt: skip
     BOX: gl.constexpr = cache_k.block_shape[1]
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     signal: gl.constexpr = mbarrier.MBarrierLayout()
@@ -77,12 +73,12 @@ def _hopper_prefill(q, cache_k, cache_v, out, page_table, contexts, starts, coun
     barrier()
     gl.warp_specialize([
         (attend_items, (q_smem, k_smem, v_smem, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, out,
-                        scale, out_token, out_head, 0, PACK, BOX, STAGES, Q_STAGES, TURNS, LINES)),
+                        scale, out_token, out_head, 0, PACK, BOX, STAGES, Q_STAGES)),
         (attend_items, (q_smem, k_smem, v_smem, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, out,
-                        scale, out_token, out_head, 1, PACK, BOX, STAGES, Q_STAGES, TURNS, LINES)),
+                        scale, out_token, out_head, 1, PACK, BOX, STAGES, Q_STAGES)),
         (fetch_items, (q, cache_k, cache_v, q_smem, k_smem, v_smem, notes, q_full, q_empty, k_full, k_empty, v_full,
                        v_empty, page_table, contexts, starts, counter, table_stride, sequences, items, programs, HEADS,
-                       KV_HEADS, PAGE, PACK, SKIP, STAGES, Q_STAGES, STAY)),
+                       KV_HEADS, PAGE, PACK, SKIP, STAGES, Q_STAGES)),
     ], [4, 1], [REGISTERS, 504 - 2 * REGISTERS])  # fmt: skip
 
 
@@ -111,9 +107,9 @@ def supports(
     )
 
 
-def heads_together(group: int, pack: bool) -> int:
+def heads_together(group: int) -> int:
     """How many query heads of a KV head share a tile: a power of two that divides their number."""
-    return min(group & -group, 64) if pack else 1
+    return min(group & -group, 64)
 
 
 def launch_hopper_prefill(
@@ -131,11 +127,11 @@ def launch_hopper_prefill(
     """Launches what `attend` has checked and `supports` takes; `batch` is page table, contexts and query starts."""
     tokens, heads, dim = q.shape
     group = heads // layout.kv_heads
-    pack = heads_together(group, config.pack)
+    pack = heads_together(group)
     box = min(layout.page_size, config.block_n)
     sequences = batch[0].shape[0]
     items = (tokens // (128 // pack) + sequences) * (heads // pack)  # see tiles.find_sequence
-    programs = min(items, processors) if config.stay else items
+    programs = min(items, processors)
     rows = [layout.pages * layout.kv_heads, layout.page_size, dim]
     _hopper_prefill[(programs,)](
         TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // pack, pack, 64], _BOX),
@@ -158,9 +154,6 @@ def launch_hopper_prefill(
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         Q_STAGES=config.query_stages,
-        STAY=config.stay,
-        TURNS=config.turns,
-        LINES=config.lines,
         REGISTERS=config.registers,
         num_warps=4,
     )

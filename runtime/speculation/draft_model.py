@@ -16,7 +16,7 @@ numbers of their own, and guesses are accepted by what they are worth in both di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from quantkit.arch import Config
 from quantkit.runtime.layers import Weights
-from quantkit.runtime.model import Batch, Decoder, KvCache
 from quantkit.runtime.model_config import ModelConfig
-from quantkit.runtime.places import Places
+from quantkit.runtime.model_part import ModelPart, PageMoves
+from quantkit.runtime.prompt_graphs import MOST_TOKENS
 from quantkit.runtime.runner import Launched, Outcome
 from quantkit.runtime.sampler import settings_of
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculation.draft_loop import Behind, DraftLoop, LoopInputs
+from quantkit.runtime.step_inputs import InputMaker
 from quantkit.runtime.step_plan import Share, StepPlan, guess_in_place
 
 
@@ -57,18 +58,21 @@ class _Early:
 class ModelDrafter:
     tree: tuple[int, ...] = ()
 
-    def __init__(self, decoder: Decoder, cache: KvCache, places: Places, loop: DraftLoop) -> None:
+    def __init__(self, part: ModelPart, loop: DraftLoop) -> None:
         self.early = False
         self._wanted: dict[int, int] = {}  # sequence -> guesses that the policy asked for
         self._queued: dict[int, _Early] = {}  # sequence -> guesses behind the step that is on its way
         self._ready: dict[int, _Early] = {}  # the same when that step's results are known
-        self._decoder = decoder
-        self._cache = cache
-        self._places = places
+        self._part = part
+        self._maker = InputMaker(part.cache.page_size)
         self.loop = loop
         self._read: dict[int, tuple[int, int]] = {}  # sequence -> tokens in the draft's cache, and which stay that was
 
     def prepare(self, sequences: int, guesses: int) -> None:
+        prompts = self._part.prompt_graphs
+        if prompts is not None:
+            for key in prompts.keys:
+                prompts.capture(key)
         if self.loop.sizes and sequences <= self.loop.sizes[-1]:
             for drawn in (False, True):
                 self.loop.prepare(sequences, guesses, drawn)
@@ -87,14 +91,12 @@ class ModelDrafter:
     def complete(self, plan: StepPlan) -> None:
         """Reads what sequences that speculate compute in this step, and guesses for those that have a draft and no
         guesses yet."""
-        for source, target in plan.copies:
-            self._cache.pages[:, :, target] = self._cache.pages[:, :, source]
+        self._part.move(PageMoves(copies=plan.copies))
         back = {sequence.id for sequence, _ in plan.swap_in}
         speculating = [share for share in plan.shares if share.sequence.speculates]
         chunks = [self._unread(share, share.sequence.id in back) for share in speculating]
-        behind = [chunk for chunk in chunks if chunk is not None]
-        if behind:
-            self._decoder.hidden_states(self._batch(behind), self._cache)
+        for reading in _readings([chunk for chunk in chunks if chunk is not None]):
+            self._part.run(self._maker.make(reading))
         drafted = [(place, share) for place, share in enumerate(plan.shares) if share.draft]
         late = [(place, share) for place, share in drafted if not self._has_guesses(share)]
         for _, share in drafted:
@@ -160,12 +162,16 @@ class ModelDrafter:
     def _unread(self, share: Share, back: bool) -> tuple[Sequence, int, int] | None:
         """Positions that must be read before anything is guessed; the loop itself reads the last two known tokens.
 
-        A sequence that is back from host memory left the draft's pages behind.
+        A sequence that is back from host memory left the draft's pages behind. An answer for which nothing is guessed
+        now is read when something is, and often never: it may be at its end.
         """
         sequence, known = share.sequence, share.start + share.count - len(share.draft)
         read, stay = self._read.get(sequence.id, (sequence.reused, sequence.preempted))
         if stay != sequence.preempted:  # its pages are others now
             read = 0 if back else share.start
+        if share.count == 1 and share.samples:
+            self._read[sequence.id] = min(read, share.start), sequence.preempted
+            return None
         start, end = min(read, share.start), known - 2 if share.draft else known
         self._read[sequence.id] = known, sequence.preempted
         return (sequence, start, end) if start < end else None
@@ -199,31 +205,25 @@ class ModelDrafter:
             positions=[],
             places=[one.slot for one in sequences],
             lengths=lengths,
-            rooms=[len(one.pages) * self._cache.page_size for one in sequences],
-            settings=None if greedy else settings_of(sequences, seeds, self._places.device),
+            rooms=[len(one.pages) * self._part.cache.page_size for one in sequences],
+            settings=None if greedy else settings_of(sequences, seeds, self._part.device),
         )
 
-    def _batch(self, chunks: list[tuple[Sequence, int, int]]) -> Batch:
-        size, device = self._cache.page_size, self._cache.pages.device
-        ids = [token for one, start, end in chunks for token in one.tokens[start:end]]
-        positions = [at for _, start, end in chunks for at in range(start, end)]
-        slots = [one.pages[at // size] * size + at % size for one, start, end in chunks for at in range(start, end)]
-        width = max(len(one.pages) for one, _, _ in chunks)
-        table = [one.pages + [0] * (width - len(one.pages)) for one, _, _ in chunks]
-        counts = [end - start for _, start, end in chunks]
 
-        def numbers(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-        return Batch(
-            ids=numbers(ids),
-            positions=numbers(positions),
-            slots=numbers(slots),
-            page_table=numbers(table, torch.int32),
-            context_lengths=numbers([end for _, _, end in chunks], torch.int32),
-            query_starts=numbers([0, *torch.tensor(counts).cumsum(0).tolist()], torch.int32),
-            max_queries=max(counts),
-        )
+def _readings(chunks: list[tuple[Sequence, int, int]]) -> Iterator[StepPlan]:
+    """Steps that read these positions, none larger than the largest graph of a prompt."""
+    shares: list[Share] = []
+    room = MOST_TOKENS
+    for sequence, start, end in chunks:
+        while start < end:
+            count = min(end - start, room)
+            shares.append(Share(sequence, start, count, samples=False))
+            start, room = start + count, room - count
+            if room == 0:
+                yield StepPlan(shares)
+                shares, room = [], MOST_TOKENS
+    if shares:
+        yield StepPlan(shares)
 
 
 def _fits(early: _Early, sequence: Sequence, known: int) -> bool:

@@ -71,9 +71,6 @@ def test_as_in_torch(name: str, dtype: torch.dtype) -> None:
     [
         HopperPrefillConfig(block_n=64, stages=4),
         HopperPrefillConfig(stages=3, query_stages=1),
-        HopperPrefillConfig(pack=False),
-        HopperPrefillConfig(stay=False),
-        HopperPrefillConfig(turns=False, lines=False),
     ],
     ids=str,
 )
@@ -119,5 +116,5 @@ def test_elsewhere_it_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize(("group", "together"), [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4), (64, 64)])
 def test_heads_that_share_a_tile_divide_their_group(group: int, together: int) -> None:
-    assert heads_together(group, pack=True) == together
+    assert heads_together(group) == together
     assert heads_together(group, pack=False) == 1

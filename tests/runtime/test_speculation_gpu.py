@@ -3,6 +3,7 @@ plain one, so answers may part where two tokens are almost equally probable."""
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.speculation.draft_model import ModelDrafter
 
 pytestmark = pytest.mark.gpu
 
@@ -65,14 +67,28 @@ def test_the_model_itself_guesses_right(params: Any, share: float, graphs: bool)
     assert speculation.accepted > share * speculation.guessed > 200
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_draft_catches_up_after_plain_steps(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what was answered meanwhile, and then guesses as well as before."""
+    llm = llm_of(speculative="draft=demo,k=4,adaptive=off", graphs=graphs)
+    policy, turn = llm.engine.speculation._policy, count()
+    always = policy.lengths
+    monkeypatch.setattr(policy, "lengths", lambda answering: always(answering) if next(turn) // 10 % 2 else {})
+    answers(llm, SamplingParams(max_tokens=120, ignore_eos=True))
+    speculation = llm.engine.speculation
+    assert speculation.accepted > 0.93 * speculation.guessed > 200
+
+
 def test_nothing_is_captured_after_the_warm_up() -> None:
     llm = llm_of(speculative="draft=demo-draft,k=3", warm_up=True)
-    graphs, loop = llm.engine.runner.graphs, llm.engine.speculation._drafter.loop  # type: ignore[union-attr]
-    assert graphs is not None
-    before = set(graphs._graphs), set(loop._graphs)
+    drafter = llm.engine.speculation._drafter
+    assert isinstance(drafter, ModelDrafter)
+    kinds = llm.engine.runner.graphs, llm.engine.runner.part.prompt_graphs, drafter._part.prompt_graphs, drafter.loop
+    before = [set(graphs._graphs) for graphs in kinds if graphs is not None]
+    assert len(before) == 4
     answers(llm)
     answers(llm, sampled(None))
-    assert (set(graphs._graphs), set(loop._graphs)) == before
+    assert [set(graphs._graphs) for graphs in kinds if graphs is not None] == before
 
 
 def test_many_kinds_of_requests_at_once() -> None:

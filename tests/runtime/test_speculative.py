@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quantkit.runtime.engine import Engine, Request
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.speculation import draft_model
 from quantkit.runtime.speculation.draft_loop import DraftLoop
 from quantkit.runtime.speculation.ngram import NgramDrafter
 from quantkit.runtime.speculation.speculation import SpeculativeOptions
@@ -159,6 +161,19 @@ def test_a_draft_of_the_model_itself_guesses_what_is_sampled() -> None:
     ]
     llm = engine_of(speculative="draft=demo,k=4,adaptive=off")
     llm.generate(prompts()[:4], params)
+    speculation = llm.engine.speculation
+    assert speculation.accepted == speculation.guessed > 80
+
+
+@pytest.mark.parametrize("largest", [7, 1024])
+def test_a_draft_catches_up_after_plain_steps(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what was answered meanwhile, in pieces, and then guesses as well as before."""
+    monkeypatch.setattr(draft_model, "MOST_TOKENS", largest)
+    llm = engine_of(speculative="draft=demo,k=4,adaptive=off")
+    policy, turn = llm.engine.speculation._policy, count()
+    always = policy.lengths
+    monkeypatch.setattr(policy, "lengths", lambda answering: always(answering) if next(turn) // 10 % 2 else {})
+    llm.generate(prompts()[:4], SamplingParams(max_tokens=60, ignore_eos=True))
     speculation = llm.engine.speculation
     assert speculation.accepted == speculation.guessed > 80
 
