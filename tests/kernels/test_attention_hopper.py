@@ -117,4 +117,3 @@ def test_elsewhere_it_is_refused(device: str) -> None:
 @pytest.mark.parametrize(("group", "together"), [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4), (64, 64)])
 def test_heads_that_share_a_tile_divide_their_group(group: int, together: int) -> None:
     assert heads_together(group) == together
-    assert heads_together(group, pack=False) == 1
