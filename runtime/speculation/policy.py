@@ -20,7 +20,8 @@ _GAIN = 1.02  # that guessing must promise; less is noise
 _PROBE = 128  # plain steps, at least, after which guesses are tried again, where they could pay
 _LONGEST_PAUSE = 1024
 _PRICE = 0.01  # of the time, at most, that such trials take
-_TRIED = 3  # drafts of each sequence that are then verified
+_TRIED = 3  # drafts of a sequence that are then verified
+_SAMPLE = 8  # sequences that are tried: a draft model must read all that each of them said meanwhile
 _LOOK = 8  # plain steps from one look at the costs to the next
 _HOPE = 0.9  # the acceptance with which they could
 _FADING = 0.95  # per step: what happened 60 steps ago counts one twentieth
@@ -80,12 +81,13 @@ class Policy:
             self._plain_steps = 0
             if self._best(len(answering), hope):
                 self.forget_everybody()
-                self._to_try = _TRIED * len(answering)
+                self._to_try = _TRIED * min(len(answering), _SAMPLE)
         if best == 0 and self._to_try == 0:
             self._plain_steps += 1
             self._quiet = _LOOK - 1 if self.costs.estimate(len(answering), 0) is not None else 0
             return {}
-        best = best or 1
+        if best == 0:
+            return {one.id: 1 for one in answering[:_SAMPLE]}
         return {one.id: self._own(record, best, len(answering)) for one, record in zip(answering, records, strict=True)}
 
     def see(self, sequence: Sequence, guessed: int, accepted: int) -> None:

@@ -108,6 +108,8 @@ class Speculation:
         self._active = drafter is not None  # whether guesses pay now
         self._begun: deque[tuple[float, bool, bool]] = deque()  # steps in flight: `begin`
         self._was_active = False  # in the step before
+        self._wanted: set[int] = set()  # sequences for which the policy wants guesses now
+        self._asked: set[int] = set()  # of the steps in flight, those for which it did
         self._ended = 0.0  # when the last step was seen
         self._last: set[int] = set()  # sequences in it
         self._coin: Callable[[], bool] | None = None  # for benchmarks
@@ -154,6 +156,7 @@ class Speculation:
             return
         answering = [one for one in running if one.length - one.computed == 1 and not one.at_limit]
         lengths = self._policy.lengths(answering)
+        self._wanted = {number for number, most in lengths.items() if most > 0}
         if answering:
             self._active = bool(lengths)
         for sequence in running:
@@ -177,6 +180,7 @@ class Speculation:
         # First guesses after plain steps take longer: a draft model has tokens to read, and no guess is there early.
         self._begun.append((began, bool(self._begun), self._active == self._was_active))
         self._was_active = self._active
+        self._asked |= self._wanted & {share.sequence.id for share in plan.shares}
         self._drafter.complete(plan)
         if self._coin is not None:
             rows = sum(1 + len(share.draft) for share in plan.shares if share.samples)
@@ -214,7 +218,9 @@ class Speculation:
         if self._drafter is None or not (guessed or sequence.speculates):
             return
         self._drafter.see(outcome)
-        self._policy.see(sequence, guessed, outcome.accepted)
+        if sequence.id in self._asked:  # not behind a prompt: there was no guess, but nobody wanted one
+            self._asked.remove(sequence.id)
+            self._policy.see(sequence, guessed, outcome.accepted)
         if guessed:
             self.steps += 1
             self.guessed += guessed
@@ -226,3 +232,4 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.forget(sequence)
             self._policy.forget(sequence)
+            self._asked.discard(sequence.id)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.runner import Launched
+from quantkit.runtime.runner import Launched, Outcome, Sampled
 from quantkit.runtime.sampler import Samples
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.speculation import speculation as module
@@ -88,6 +88,19 @@ def test_a_trial_judges_by_what_it_sees() -> None:
     assert policy.lengths(running) == {}
     good = [bool(lengths) for lengths in settled(policy, running, 0.9, 400)]
     assert all(good[good.index(True) :])
+
+
+def test_a_trial_asks_a_few() -> None:
+    """A draft model reads all that they said: for everybody that would take longer than all else of the trial."""
+    policy, running = Policy(4, memory_bound()), sequences(40)
+    for one in running:
+        for _ in range(12):
+            policy.see(one, 1, 0)
+    asked = next(lengths for lengths in (policy.lengths(running) for _ in range(2000)) if lengths)
+    assert list(asked.values()) == [1] * 8
+    for one in running[:8]:
+        policy.see(one, 1, 1)
+    assert len(policy.lengths(running)) == 40  # one good round, and everybody is guessed for
 
 
 def test_a_step_that_captured_a_graph_says_nothing() -> None:
@@ -249,6 +262,10 @@ class _AsTold(Policy):
     """Guesses in the steps it is told to, and remembers nothing else."""
 
     told: bool = False
+    seen: int = 0
+
+    def see(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+        self.seen += 1
 
     def lengths(self, answering: list[Sequence]) -> dict[int, int]:
         return {one.id: 2 for one in answering} if self.told else {}
@@ -281,3 +298,21 @@ def test_the_first_step_with_guesses_after_plain_ones_is_not_typical(monkeypatch
     step(True, 9.0)
     assert policy.costs.estimate(1, 0) == pytest.approx(1.0)
     assert policy.costs.estimate(1, 2) == pytest.approx(2.0)
+
+
+def test_a_prompt_says_nothing_about_guesses() -> None:
+    """There was none behind it, but none was wanted: the share of steps with a guess stays what it was."""
+    policy = _AsTold(2, Costs())
+    speculation = Speculation(NgramDrafter(), policy)
+    one = Sequence(0, [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(), 0.0, 0, 100)
+    policy.told, seen = True, []
+    for start in (0, 7):
+        one.computed = start
+        speculation.propose([one])
+        share = Share(one, start, 8 - start + len(one.draft), samples=True, draft=tuple(one.draft))
+        plan = StepPlan([share])
+        speculation.begin(plan)
+        speculation.end(Launched(plan, [share], Samples(torch.zeros(1)), None, {}, None), [])
+        speculation.see(Outcome(share, [Sampled(3)]))
+        seen.append(policy.seen)
+    assert seen == [0, 1]
