@@ -38,7 +38,7 @@ PREFETCH = 4  # chunks between asking for words and loading them
 COPIES = 32  # of the table of pairs (nf4, fp4): one for each lane
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _REGISTERS = {2: 232, 3: 168}  # of every group but the first, which takes what is left
-_ROOM = {2: 162, 3: 90}  # registers for sums and words, beyond which the compiler spills
+_AHEAD, _AHEAD_OF_TABLES = 1, 2  # chunks before their turn words are loaded to registers: a table's scales come late
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def matmul(
         STAGES=config.stages,
         GROUPS=groups,
         STORED=_stored(config.tokens),
-        AHEAD=chunks_ahead(weight, config),
+        AHEAD=_AHEAD_OF_TABLES if copies else _AHEAD,
         PREFETCH=PREFETCH,
         PAIRS=table_text(PTX[x.dtype], weight.table_values, copies) if copies else "",
         REGISTERS=_REGISTERS[groups],
@@ -132,18 +132,6 @@ def matmul(
         num_warps=4,
     )
     return y
-
-
-def chunks_ahead(weight: PackedWeight, config: HopperConfig) -> int:
-    """How many chunks before their turn words are loaded into registers: two where there is room.
-
-    `words` is what is held of a chunk, `more` what decoding one takes beside it, both in registers of a thread.
-    """
-    parts = 1 if weight.one_group else max(1, CHUNK // weight.group)
-    words = 16 if weight.kind == "int8" else 8
-    words += 2 * parts + (0 if weight.zeros is None else 2 * -(-parts // 4))
-    more = 24 if weight.kind == "int8" else 16 if weight.table is not None else 8 if weight.zeros is not None else 0
-    return 2 if config.tokens // 2 + 2 * words + more <= _ROOM[config.outputs // 64] else 1
 
 
 @cache

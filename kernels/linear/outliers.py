@@ -29,13 +29,34 @@ MOST_INPUTS = 65536
 FEW_TOKENS = 64  # up to here copying the columns would cost more than it saves
 DENSE = 64  # columns that are copied
 assert 1 + MOST_INPUTS // 32 <= TICKETS
-_COLUMNS = 128  # that one program looks at
-_FEW_AT_ONCE, _MANY_AT_ONCE = 32, 64  # tokens
-_MOST_SHARES = 8  # programs that look at the same columns of many tokens (H200, 1,024 tokens: 7.9 us, with 16 11.4)
-_LISTED = 4096  # columns at a time: the program that lists them holds them in registers
 _GATHERED_ROWS = 64  # of weights, by one program
 _MOST_WORDS = tl.constexpr(MOST_INPUTS // 32)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to whole numbers, halves to even
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one program of `_find` looks at, so many tokens at a time.
+
+    At most `shares` programs have the same columns; the one that lists takes so many columns at a time.
+    """
+
+    columns: int
+    tokens: int
+    warps: int
+    shares: int
+    listed: int = 4096
+
+
+def _block(tokens: int, columns: int) -> _Block:
+    """The fastest of a sweep on an H200 (with listing, 256 tokens of 14,336 columns: the last two 11.0 and 14.5 us)."""
+    if tokens <= FEW_TOKENS:
+        return _Block(128, 32, 4, shares=2)
+    if tokens <= 1024 and columns <= 8192:
+        return _Block(64, 64, 4, shares=4)
+    if tokens <= 1024:
+        return _Block(512, 16, 8, shares=4, listed=16384)
+    return _Block(128, 64, 8, shares=8)
 
 
 @dataclass(frozen=True)
@@ -53,13 +74,16 @@ def is_outlier(value, threshold):
 
 
 @triton.jit
-def store_bytes(value, found, codes, scale, inside):
-    """One token's values where nothing is `found`, as signed bytes and their scale."""
-    half = tl.where(found > 0, 0.0, value.to(tl.float16).to(tl.float32))
-    largest = tl.max(tl.abs(half), axis=0)
-    code = half * tl.div_rn(127.0, tl.maximum(largest, 1e-30))
+def without_outliers(value, found):
+    """As bitsandbytes sees the values, 0 where an outlier was `found`."""
+    return tl.where(found > 0, 0.0, value.to(tl.float16).to(tl.float32))
+
+
+@triton.jit
+def store_bytes(value, largest, codes, inside):
+    """One token's values as signed bytes; `largest` becomes 127."""
+    code = value * tl.div_rn(127.0, tl.maximum(largest, 1e-30))
     tl.store(codes, ((code + ROUND) - ROUND).to(tl.int8), mask=inside)
-    tl.store(scale, tl.div_rn(largest, 127.0))
 
 
 @triton.jit(do_not_specialize=("tokens", "share"))
@@ -107,7 +131,7 @@ def _find(
             _list(tickets + 1, flags, outliers, columns, LISTED)
             tl.store(tickets, 0)
     else:
-        tl.store(flags + tl.program_id(1) * columns + column, any_token.to(tl.uint8))
+        tl.store(flags + tl.program_id(1) * columns + column, any_token.to(tl.uint8), mask=column < columns)
 
 
 @triton.jit
@@ -164,7 +188,10 @@ def _split(
         column = tl.arange(0, WIDTH)
         value = tl.load(x + token * x_stride + column, mask=column < inputs, other=0.0)
         found = tl.load(flags + column, mask=column < columns, other=0)
-        store_bytes(value, found, codes + token * columns + column, scales + token, column < columns)
+        value = without_outliers(value, found)
+        largest = tl.max(tl.abs(value), axis=0)
+        store_bytes(value, largest, codes + token * columns + column, column < columns)
+        tl.store(scales + token, tl.div_rn(largest, 127.0))
         if count > 0:
             kept = tl.load(x + token * x_stride + listed, mask=index < count, other=0.0)
             tl.store(dense_inputs + token * DENSE + index, kept)
@@ -172,8 +199,9 @@ def _split(
 
 def find_few(x: Tensor, weight: EightBitWeight) -> Tensor:
     """Flags [shares of the tokens, columns]; to combine and list them is left to those who read them."""
-    flags = torch.empty(triton.cdiv(x.shape[0], _FEW_AT_ONCE), weight.columns, dtype=torch.uint8, device=x.device)
-    _launch_find(x, weight, flags, None, _FEW_AT_ONCE)
+    block = _block(x.shape[0], weight.columns)
+    flags = torch.empty(triton.cdiv(x.shape[0], block.tokens), weight.columns, dtype=torch.uint8, device=x.device)
+    _launch_find(x, weight, flags, None)
     return flags
 
 
@@ -182,8 +210,7 @@ def split_columns(x: Tensor, weight: EightBitWeight, codes: Tensor, scales: Tens
     tokens, columns = x.shape[0], weight.columns
     flags = torch.empty(columns, dtype=torch.uint8, device=x.device)
     outliers = torch.empty(1 + columns, dtype=torch.int32, device=x.device)
-    share = triton.cdiv(triton.cdiv(tokens, _MOST_SHARES), _MANY_AT_ONCE) * _MANY_AT_ONCE
-    _launch_find(x, weight, flags, outliers, share)
+    _launch_find(x, weight, flags, outliers)
     dense = DenseOutliers(x.new_empty(tokens, DENSE), x.new_empty(weight.rows, DENSE))
     gathers = weight.rows // _GATHERED_ROWS
     width = triton.next_power_of_2(columns)
@@ -215,11 +242,12 @@ def warps_of_row(width: int, tokens: int) -> int:
     return max(4, min(32, width // 256) if tokens <= 8 else min(16, width // 1024))
 
 
-def _launch_find(x: Tensor, weight: EightBitWeight, flags: Tensor, outliers: Tensor | None, share: int) -> None:
-    """One program for every _COLUMNS columns and `share` tokens."""
+def _launch_find(x: Tensor, weight: EightBitWeight, flags: Tensor, outliers: Tensor | None) -> None:
+    """One program for every share of the tokens in a block's columns."""
     tokens, inputs = x.shape
-    many = outliers is not None
-    _find[(weight.columns // _COLUMNS, triton.cdiv(tokens, share))](
+    block = _block(tokens, weight.columns)
+    share = triton.cdiv(triton.cdiv(tokens, block.shares), block.tokens) * block.tokens
+    _find[(triton.cdiv(weight.columns, block.columns), triton.cdiv(tokens, share))](
         x,
         flags,
         outliers,
@@ -230,10 +258,10 @@ def _launch_find(x: Tensor, weight: EightBitWeight, flags: Tensor, outliers: Ten
         weight.columns,
         x.stride(0),
         weight.threshold,
-        LIST=many,
-        COLUMNS=_COLUMNS,
-        TOKENS=_MANY_AT_ONCE if many else _FEW_AT_ONCE,
-        LISTED=_LISTED,
-        num_warps=8 if many else 4,
+        LIST=outliers is not None,
+        COLUMNS=block.columns,
+        TOKENS=block.tokens,
+        LISTED=block.listed,
+        num_warps=block.warps,
         **chained(x.device),
     )

@@ -93,6 +93,21 @@ def test_outliers_are_those_of_the_format(tokens: int, device: str) -> None:
     assert float((steps > 1e-3).float().mean()) < 1e-3  # a tie may break the other way
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith("exact")])
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_slices_of_few_tokens_change_nothing(tokens: int, name: str, device: str) -> None:
+    """Rows that several programs write have the bytes of rows that one program writes, where tokens are many."""
+    x = make_x(tokens, 4352, torch.bfloat16, device)
+    _, weight = make(FORMATS[name], 8, x)
+    few, many = quantize_rows(x, weight), quantize_rows(x.repeat(66 // tokens + 1, 1), weight)
+    assert torch.equal(few.codes.view(torch.uint8), many.codes[:tokens].view(torch.uint8))
+    assert torch.equal(few.scales, many.scales[:tokens])
+    if few.outliers is not None and many.outliers is not None:
+        count = 1 + int(few.outliers[0])
+        assert (count > 1) == (name != "llm-int8-none")
+        assert torch.equal(few.outliers[:count], many.outliers[:count])
+
+
 def with_outliers(count: int, tokens: int, inputs: int, dtype: torch.dtype, device: str) -> Tensor:
     """Exactly `count` outlier columns, each in one token only: the first and the last column are among them."""
     generator = torch.Generator().manual_seed(count)
@@ -127,25 +142,25 @@ def test_outliers_of_many_tokens(
     assert int(weight.tickets.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("inputs", [4300, 16500])  # more words of bits than are counted at a time
 @pytest.mark.parametrize("count", [0, 5, 64, 100])
-def test_dense_outliers(count: int, device: str) -> None:
-    """What many tokens' outliers are copied to, in a weight of more columns than are listed at a time."""
-    x = with_outliers(count, 67, 4300, torch.bfloat16, device)
+def test_dense_outliers(count: int, inputs: int, device: str) -> None:
+    """What many tokens' outliers are copied to."""
+    x = with_outliers(count, 67, inputs, torch.bfloat16, device)
     _, weight = make(LlmInt8(), 5, x)
-    for _ in range(2):  # the second call finds the bits as the first one left them
-        rows = quantize_rows(x, weight)
-        assert rows.outliers is not None
-        assert rows.dense is not None
-        listed = rows.outliers[1 : 1 + int(rows.outliers[0])]
-        expected = (x.to(torch.float16).abs() >= 6).any(0).nonzero().flatten()
-        assert len(expected) == count
-        assert listed.tolist() == expected.tolist()
-        assert bool((rows.codes[:, expected] == 0).all())
-        first = min(count, 64)
-        if count:
-            assert torch.equal(rows.dense.inputs[:, :first], x[:, expected[:64]])
-            assert torch.equal(rows.dense.weights[:, :first], weight.values[:, expected[:64]].to(x.dtype))
-            assert not bool(rows.dense.inputs[:, first:].any() or rows.dense.weights[:, first:].any())
+    rows = quantize_rows(x, weight)
+    assert rows.outliers is not None
+    assert rows.dense is not None
+    listed = rows.outliers[1 : 1 + int(rows.outliers[0])]
+    expected = (x.to(torch.float16).abs() >= 6).any(0).nonzero().flatten()
+    assert len(expected) == count
+    assert listed.tolist() == expected.tolist()
+    assert bool((rows.codes[:, expected] == 0).all())
+    first = min(count, 64)
+    if count:
+        assert torch.equal(rows.dense.inputs[:, :first], x[:, expected[:64]])
+        assert torch.equal(rows.dense.weights[:, :first], weight.values[:, expected[:64]].to(x.dtype))
+        assert not bool(rows.dense.inputs[:, first:].any() or rows.dense.weights[:, first:].any())
 
 
 def test_many_tokens_of_a_larger_tensor(device: str) -> None:
