@@ -109,7 +109,7 @@ def test_fingerprint_sees_swaps_and_single_bits() -> None:
 def test_gptq_log_and_losses(tmp_path: Path) -> None:
     """Every layer loses less than plain rounding would, and the log says what was seen."""
     calibration = Calibration(samples=4, seq_len=128)
-    report = quantkit.quantize("demo", "gptq-w3g128", tmp_path / "out", calibration=calibration)
+    report = quantkit.quantize("demo", "gptq-w3g128", tmp_path / "out", calibration=calibration, quality_windows=0)
     assert all(layer.log["loss"] < layer.log["rounding_loss"] for layer in report.layers)
     lines = [json.loads(line) for line in (tmp_path / "out" / "quantization_log.jsonl").read_text().splitlines()]
     assert lines[0]["calibration"] == report.calibration
@@ -122,6 +122,6 @@ def test_gptq_log_and_losses(tmp_path: Path) -> None:
 def test_calibration_is_repeatable_and_seeded(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         calibration = Calibration(samples=2, seq_len=64, seed=seed)
-        quantkit.quantize("demo", "gptq-w4g128", tmp_path / name, calibration=calibration)
+        quantkit.quantize("demo", "gptq-w4g128", tmp_path / name, calibration=calibration, quality_windows=0)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
