@@ -82,6 +82,7 @@ def test_awq_halves_what_plain_rounding_costs_at_3_bits(measure: Measure) -> Non
     assert lost(awq) < 0.8 * lost(same_format) < lost(plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "changes", "same_format"),
     [("gptq-w4g128", (), "rtn-w4g128"), ("awq-w4g128", (FEW_POINTS,), "rtn-w4g128-asym")],

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from quantkit import load_reference
@@ -124,8 +125,17 @@ def run_arrivals(engine: Engine, prompts: list[list[int]], new_tokens: int, seed
     return answers
 
 
-@every_model
-@pytest.mark.parametrize(("pool", "share_prefixes", "step_tokens", "page_size"), CASES)
+def _cases() -> list[ParameterSet]:
+    """Every model with every case; of the bundled one, which is large, most are long."""
+    made = []
+    for number, case in enumerate(CASES):
+        for model in MODELS:
+            long = [pytest.mark.long] if model == "demo" and number % 5 else []
+            made.append(pytest.param(model, *case, marks=[pytest.mark.xdist_group(f"engine {model}"), *long]))
+    return made
+
+
+@pytest.mark.parametrize(("model", "pool", "share_prefixes", "step_tokens", "page_size"), _cases())
 def test_greedy_tokens_equal_generate(
     model: str,
     pool: str,

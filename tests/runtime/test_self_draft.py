@@ -29,8 +29,20 @@ def answers(model: Path | str, speculative: str | None) -> tuple[list[list[int]]
     return found, speculation.accepted / max(speculation.guessed, 1)
 
 
-@pytest.mark.parametrize("target", ["demo", "nf4", "rtn-w4g128"])
-@pytest.mark.parametrize("how", ["self=rtn-w3g128", "self=nf4", "draft=rtn-w3g128"])
+@pytest.mark.parametrize(
+    ("target", "how"),
+    [
+        ("demo", "self=rtn-w3g128"),
+        ("demo", "self=nf4"),
+        ("demo", "draft=rtn-w3g128"),
+        ("nf4", "self=rtn-w3g128"),
+        ("rtn-w4g128", "self=nf4"),
+        pytest.param("nf4", "self=nf4", marks=pytest.mark.long),
+        pytest.param("nf4", "draft=rtn-w3g128", marks=pytest.mark.long),
+        pytest.param("rtn-w4g128", "self=rtn-w3g128", marks=pytest.mark.long),
+        pytest.param("rtn-w4g128", "draft=rtn-w3g128", marks=pytest.mark.long),
+    ],
+)
 def test_every_pair_answers_as_the_target_alone(target: str, how: str, checkpoints: dict[str, Path]) -> None:
     model = checkpoints.get(target, target)
     kind, _, name = how.partition("=")

@@ -33,7 +33,7 @@ def prompts() -> list[str]:
         rows,
         "for i in range(3):\n    print(i)\n" * 3,
         "a b c d " * 10,
-        *(text[at : at + 160] for at in range(0, 2000, 500)),
+        *(text[at : at + 160] for at in (0, 1000)),
     ]
 
 

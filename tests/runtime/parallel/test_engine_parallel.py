@@ -43,8 +43,8 @@ ABORTED_AT = 3  # tokens
 
 
 def _long(name: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
-    """One format in every direction, and two more in both at once; the others are long."""
-    quick = name == "bf16" or (layout == "2 x 2" and name in ("nf4", "llm-int8"))
+    """One format in every direction, and another in both at once; the others are long."""
+    quick = name == "bf16" or (layout, name) == ("2 x 2", "llm-int8")
     return () if quick else (pytest.mark.long,)
 
 
