@@ -17,6 +17,7 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from quantkit.calibration import Calibration
 from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.pipeline import quantize
+from quantkit.recipe import load_recipe
 from quantkit.sources import model_folder
 
 SHARD_TENSORS = 32
@@ -73,20 +75,34 @@ def seconds_to_read(model: Path) -> float:
 
 
 def measure(
-    model: Path, recipe: str, output: Path, *, device: str, samples: int, seq_len: int, quality_windows: int = 8
+    model: Path,
+    recipe: str,
+    output: Path,
+    *,
+    device: str,
+    samples: int,
+    seq_len: int,
+    quality_windows: int = 8,
+    changes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Seconds and peak memory of one run, everything included: reading, writing, verifying, measuring quality."""
     calibration = Calibration(samples=samples, seq_len=seq_len)
     began = time.monotonic()
     report = quantize(
-        model, recipe, output, calibration=calibration, device=device, overwrite=True, quality_windows=quality_windows
+        model,
+        load_recipe(recipe, changes),
+        output,
+        calibration=calibration,
+        device=device,
+        overwrite=True,
+        quality_windows=quality_windows,
     )
     seconds = time.monotonic() - began
     gpu = torch.cuda.max_memory_reserved() if device != "cpu" else 0
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     return {
-        "recipe": recipe,
+        "recipe": " ".join((recipe, *changes)),
         "blocks": len(report.layers) // 7,
         "calibration": f"{samples} x {seq_len}",
         "device": torch.cuda.get_device_name() if device != "cpu" else f"CPU, {torch.get_num_threads()} threads",
@@ -106,11 +122,12 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--quality-windows", type=int, default=8)
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipes")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(given.shape, Path(folder, "model"), blocks=given.blocks, device=given.device)
         options = {"device": given.device, "samples": given.samples, "seq_len": given.seq_len}
-        options |= {"quality_windows": given.quality_windows}
+        options |= {"quality_windows": given.quality_windows, "changes": given.set}
         for recipe in given.recipes:
             reading = seconds_to_read(model)
             row = measure(model, recipe, Path(folder, "out"), **options)
