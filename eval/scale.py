@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.calibration import Calibration
+from quantkit.errors import InputError
 from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.pipeline import quantize
 from quantkit.recipe import load_recipe
@@ -124,6 +125,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipes")
     given = parser.parse_args()
+    try:
+        for recipe in given.recipes:
+            load_recipe(recipe, given.set)
+    except InputError as error:  # before a model is made
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(given.shape, Path(folder, "model"), blocks=given.blocks, device=given.device)
         options = {"device": given.device, "samples": given.samples, "seq_len": given.seq_len}

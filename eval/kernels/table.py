@@ -51,10 +51,11 @@ def _machine(report: Report) -> str:
 def footer(report: Report) -> str:
     """How to read the tables, and what went wrong with peers."""
     how = "wall clock, caches warm" if report.device == "cpu" else "CUDA graph replays, caches cold"
+    precision = "as 16 bits are multiplied here" if report.device == "cpu" else "in 16 bit"
     limits = report.limits
     lines = [
         f"Median of {report.repeat}, {how}. Limits measured in this run: {limits.bandwidth / 1e12:.3g} TB/s, "
-        f"{limits.rate / 1e12:.3g} TFLOP/s in 16 bit (8-bit products: taken as twice that).",
+        f"{limits.rate / 1e12:.3g} TFLOP/s {precision} (8-bit products: taken as twice that).",
     ]
     if any(row.peers for row in report.rows):
         lines.append("vs: the peer's time over ours, so above 1 quantkit is faster.")
