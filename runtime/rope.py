@@ -1,13 +1,14 @@
 """Tables of cosines and sines for every position.
 
-Frequencies come from transformers' own formulas, so that every kind of scaling is covered; the settings are read here,
-from config.json in its old and new spelling, because transformers' config classes take seconds to import. Kinds that
-look at the length of a text (longrope, dynamic) are set for the longest context that the engine serves: an answer must
-not depend on what else is in the batch.
+Frequencies of the common kinds, default and llama3, are computed here, because importing transformers takes seconds of
+a start; those of all others come from transformers' own formulas. The settings are read here for the same reason, from
+config.json in its old and new spelling. Kinds that look at the length of a text (longrope, dynamic) are set for the
+longest context that the engine serves: an answer must not depend on what else is in the batch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ def rope_tables(raw: Config, config: ModelConfig, positions: int, device: torch.
         by_type = config.family.rope == "per-layer-type"
         kind = _SLIDING if by_type and window is not None else _FULL
         if kind not in tables:
-            tables[kind] = _table(rope_settings(raw, config, kind), raw, config, positions, device)
+            tables[kind] = _table(rope_settings(raw, config, kind), config, positions, device)
         chosen.append(tables[kind])
     return chosen
 
@@ -67,20 +68,44 @@ def rope_settings(raw: Config, config: ModelConfig, kind: str = _FULL) -> dict[s
     return settings
 
 
-def _table(
-    settings: dict[str, Any], raw: Config, config: ModelConfig, positions: int, device: torch.device
-) -> RopeTable:
-    frequencies, factor = _frequencies(settings, raw, config, positions)
+def _table(settings: dict[str, Any], config: ModelConfig, positions: int, device: torch.device) -> RopeTable:
+    frequencies, factor = _frequencies(settings, config, positions)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 
-def _frequencies(settings: dict[str, Any], raw: Config, config: ModelConfig, positions: int) -> tuple[Tensor, float]:
+def _frequencies(settings: dict[str, Any], config: ModelConfig, positions: int) -> tuple[Tensor, float]:
     """Angle per position of each pair, and the factor of cos and sin."""
     kind = settings["rope_type"]
-    if kind == "default":
-        rotated = int(config.head_dim * settings["partial_rotary_factor"])
-        return 1.0 / (settings["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)), 1.0
+    try:
+        if kind == "default":
+            return _plain_frequencies(settings, config), 1.0
+        if kind == "llama3":
+            return _llama3_frequencies(settings, config), 1.0
+        return _frequencies_of_transformers(kind, settings, config, positions)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"config.json: rope settings of type '{kind}' are incomplete: {error}") from error
+
+
+def _plain_frequencies(settings: dict[str, Any], config: ModelConfig) -> Tensor:
+    rotated = int(config.head_dim * settings["partial_rotary_factor"])
+    theta: float = settings["rope_theta"]
+    return 1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
+
+
+def _llama3_frequencies(settings: dict[str, Any], config: ModelConfig) -> Tensor:
+    """Pairs that turn often within the original context stay, those that hardly turn are slowed, others in between."""
+    plain = _plain_frequencies(settings, config)
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    if not low < high:
+        raise InputError(f"config.json: rope's low_freq_factor {low} must be below its high_freq_factor {high}")
+    turns = plain * settings["original_max_position_embeddings"] / (2 * math.pi)
+    return torch.lerp(plain / settings["factor"], plain, ((turns - low) / (high - low)).clamp(0, 1))
+
+
+def _frequencies_of_transformers(
+    kind: str, settings: dict[str, Any], config: ModelConfig, positions: int
+) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind not in ROPE_INIT_FUNCTIONS:
@@ -94,8 +119,5 @@ def _frequencies(settings: dict[str, Any], raw: Config, config: ModelConfig, pos
         num_attention_heads=config.heads,
         max_position_embeddings=config.max_positions,
     )
-    try:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](as_config, torch.device("cpu"), seq_len=positions)
-    except (KeyError, TypeError) as error:
-        raise InputError(f"config.json: rope settings of type '{kind}' are incomplete: {error}") from error
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](as_config, torch.device("cpu"), seq_len=positions)
     return frequencies.float(), float(factor)

@@ -75,3 +75,25 @@ def test_unknown_kind() -> None:
     raw["rope_scaling"] = {"rope_type": "linear"}
     with pytest.raises(InputError, match="incomplete: 'factor'"):
         rope_tables(raw, read_model_config(raw), 8, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"factor": None}, "incomplete"), ({"low_freq_factor": 4.0}, "low_freq_factor 4.0 must be below its .* 4.0")],
+)
+def test_wrong_llama3_settings(changes: dict[str, Any], message: str) -> None:
+    raw = {"model_type": "llama"} | SIZES | {"rope_scaling": LLAMA3 | changes}
+    with pytest.raises(InputError, match=message):
+        rope_tables(raw, read_model_config(raw), 8, torch.device("cpu"))
+
+
+def test_llama3_frequencies_over_a_long_context() -> None:
+    """Llama-3.1-8B's own settings: after 131,071 positions a frequency that is off by 1e-6 would turn by 0.1."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
+    raw = {"model_type": "llama"} | SIZES | sizes | {"rope_theta": 5e5, "rope_scaling": scaling}
+    raw |= {"max_position_embeddings": 131072, "num_hidden_layers": 1}
+    ours = rope_tables(raw, read_model_config(raw), 131072, torch.device("cpu"))[0]
+    cos, sin = transformers_tables(raw, None, 131072)
+    torch.testing.assert_close(ours.cos, cos, rtol=0, atol=1e-3)
+    torch.testing.assert_close(ours.sin, sin, rtol=0, atol=1e-3)
