@@ -70,12 +70,21 @@ _HALF = {
     8: (HalfConfig(64, 16, 128, 4, 4), 2),
     16: (HalfConfig(64, 16, 128, 4, 4), 2),
 }
+# Kinds of packed weights that were measured, for groups and zero points that were not.
+_RELATIVES = {
+    "int2": "int2-g64-zeros",
+    "int3": "int3-g128",
+    "int4": "int4-g128",
+    "int8": "int8-g128",
+    "nf4": "nf4-g64-nested",
+    "fp4": "fp4-g64-nested",
+}
 _LARGE = 1 << 22  # weights: 8 MB, which an H200 reads in 2 us; below, launching takes longer than reading
 
 
 _MANY_TOKENS = 4096  # H200, Llama-3.1-8B in W4: an engine's step of 8,192 tokens takes 203 ms so, 227 with `hopper`
 _FEWEST_CHUNKS = 6  # of a multiprocessor, for which sharing tiles pays
-_SLOW_TO_DECODE = ("int2", "int3")  # `hopper` takes 1.2 to 1.5 of bf16's time with them at 1,024 tokens
+_FEWEST_OF_3_BITS = 16  # tokens of a tile (H200, gate_up, one token: 32 us with 16, 43 with 8)
 _FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
 
 
@@ -91,8 +100,11 @@ class Choice:
     why: str
 
 
-def choose(weight: Weight, tokens: int, table: Table | None = None) -> Choice:
-    """The kernel for this many tokens, from the table of the weight's GPU unless another is given."""
+def choose(weight: Weight, tokens: int, table: Table | None = None, *, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    """The kernel for this many tokens, from the table of the weight's GPU unless another is given.
+
+    `dtype` is that of the tokens, which torch's own kernel is particular about.
+    """
     if tokens >= _MANY_TOKENS and isinstance(weight, PackedWeight):
         return Choice("dequantize", None, f"{_MANY_TOKENS} tokens and more always pay for decoding once")
     if tokens > HALF_BUCKETS[-1] and isinstance(weight, HalfWeight):
@@ -103,12 +115,12 @@ def choose(weight: Weight, tokens: int, table: Table | None = None) -> Choice:
     shape = f"{weight.outputs}x{weight.inputs}"
     for kind in (weight_kind(weight), relative_of(weight)):
         entry = table.get(kind, {}).get(shape, {}).get(str(most))
-        if entry is not None and (kind == weight_kind(weight) or _lends(entry, weight)):
+        if entry is not None and _runs(entry, weight, dtype):
             return from_entry(entry, f"measured for {kind} {shape} at {most} tokens")
-    return default_choice(weight, most, multiprocessors(weight.device))
+    return default_choice(weight, most, multiprocessors(weight.device), dtype)
 
 
-def default_choice(weight: Weight, most: int, processors: int) -> Choice:
+def default_choice(weight: Weight, most: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
     """What an unmeasured shape gets."""
     why = f"no measurement of {weight_kind(weight)} {weight.outputs}x{weight.inputs} on this GPU"
     if isinstance(weight, HalfWeight):
@@ -118,7 +130,7 @@ def default_choice(weight: Weight, most: int, processors: int) -> Choice:
         tiles, steps = triton.cdiv(weight.outputs, half.outputs), triton.cdiv(weight.inputs, half.depth)
         return Choice("half", replace(half, splits=splits(tiles, steps, processors * programs)), why)
     if isinstance(weight, EightBitWeight):
-        if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight):
+        if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight, dtype):
             return Choice("scaled_mm", None, "many tokens with scales of blocks, which torch's own kernel does best")
         config, programs = _EIGHT_BIT[most]
         steps = weight.columns // config.depth
@@ -126,7 +138,7 @@ def default_choice(weight: Weight, most: int, processors: int) -> Choice:
             config, steps = replace(config, depth=128), weight.columns // 128
         tiles = triton.cdiv(weight.outputs, config.outputs) * triton.cdiv(most, config.tokens)
         return Choice("eight_bit", replace(config, splits=splits(tiles, steps, processors * programs)), why)
-    if most >= 256 and weight.kind not in _SLOW_TO_DECODE and hopper.supports(weight):
+    if most >= 256 and hopper.supports(weight):
         large, small = HopperConfig(), HopperConfig(tokens=128, stages=4, splits=0)
         if triton.cdiv(weight.outputs, large.outputs) * triton.cdiv(most, large.tokens) >= 0.75 * processors:
             return Choice("hopper", large, f"{why}; tiles enough for every multiprocessor")
@@ -135,6 +147,8 @@ def default_choice(weight: Weight, most: int, processors: int) -> Choice:
             return Choice("hopper", small, f"{why}; equal shares of the tiles for every multiprocessor")
     if most not in _SKINNY:
         return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
+    if weight.kind == "int3":
+        most = max(most, _FEWEST_OF_3_BITS)
     skinny, programs = _PAIRS[most] if most in _PAIRS and has_room_for_pairs(weight) else _SKINNY[most]
     tiles = triton.cdiv(weight.outputs, skinny.outputs) * triton.cdiv(most, skinny.tokens)
     return Choice("skinny", replace(skinny, splits=splits(tiles, weight.chunks, processors * programs)), why)
@@ -146,11 +160,9 @@ def has_room_for_pairs(weight: PackedWeight) -> bool:
     return torch.cuda.get_device_properties(weight.device).shared_memory_per_multiprocessor >= _ROOM_FOR_PAIRS
 
 
-def _lends(entry: list[Any], weight: Weight) -> bool:
-    """Whether a measurement of another kind holds for this weight."""
-    if entry[0] == "hopper":
-        return isinstance(weight, PackedWeight) and weight.kind not in _SLOW_TO_DECODE
-    return bool(entry[0] != "scaled_mm")
+def _runs(entry: list[Any], weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether a measured choice, perhaps of a relative, can be run: torch's own kernel is particular."""
+    return entry[0] != "scaled_mm" or (isinstance(weight, EightBitWeight) and scaled_mm.supports(weight, dtype))
 
 
 def splits(tiles: int, steps: int, programs: int) -> int:
@@ -186,7 +198,7 @@ def relative_of(weight: Weight) -> str:
         return "bf16"
     if isinstance(weight, EightBitWeight):
         return f"{weight.kind}-token" if weight.scales.ndim == 1 else ""
-    return {"nf4": "nf4-g64-nested", "fp4": "nf4-g64-nested", "int8": "int8-g128"}.get(weight.kind, "int4-g128")
+    return _RELATIVES[weight.kind]
 
 
 def from_entry(entry: list[Any], why: str) -> Choice:

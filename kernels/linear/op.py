@@ -74,7 +74,7 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: 
         return cpu.matmul(x, weight, bias, out)
     from quantkit.kernels.linear.dispatch import choose
 
-    return run(choose(weight, x.shape[0] if x.ndim == 2 else 0), x, weight, bias, out)
+    return run(choose(weight, x.shape[0] if x.ndim == 2 else 0, dtype=x.dtype), x, weight, bias, out)
 
 
 def run(

@@ -18,9 +18,9 @@ _FIRST_CUDA_WITH_BLOCKS = (12, 9)
 _BLOCK_TOKENS = 16  # cuBLAS refuses 33 and 1,021 tokens with scales of blocks
 
 
-def supports(weight: EightBitWeight) -> bool:
-    """Compute capability 8.9 and up for scales of rows, 9.0 for scales of blocks."""
-    if weight.kind != "fp8" or weight.device.type != "cuda":
+def supports(weight: EightBitWeight, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Tokens in bfloat16; compute capability 8.9 and up for scales of rows, 9.0 for scales of blocks."""
+    if weight.kind != "fp8" or weight.device.type != "cuda" or dtype != torch.bfloat16:
         return False
     capability = torch.cuda.get_device_capability(weight.device)
     if weight.scales.ndim == 1:
@@ -33,14 +33,14 @@ def supports(weight: EightBitWeight) -> bool:
 def matmul(x: Tensor, weight: EightBitWeight, *, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """y [tokens, outputs] in x's dtype, which must be bfloat16."""
     check_arguments("scaled matmul", x, weight, bias, out)
-    if not supports(weight) or x.dtype != torch.bfloat16:
+    if not supports(weight, x.dtype):
         raise InputError(
             "torch's scaled matmul takes bfloat16 tokens and float8 weights with scales of rows, or of blocks on Hopper"
         )
     if x.shape[0] == 0:
         return x.new_empty(0, weight.outputs) if out is None else out
     tokens, blocks = x.shape[0], weight.scales.ndim == 2
-    if blocks:
+    if blocks and tokens % _BLOCK_TOKENS:
         x = torch.nn.functional.pad(x, (0, 0, 0, -tokens % _BLOCK_TOKENS))
     rows = quantize_rows(x, weight)
     y = torch._scaled_mm(

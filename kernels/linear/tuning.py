@@ -44,7 +44,7 @@ _SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Most tokens -> (outputs, tokens, warps, stages, scale first)
 _SKINNY: dict[int, list[tuple[int, int, int, int, bool]]] = {
     8: [(32, 8, 2, 3, False), (64, 8, 4, 3, False), (64, 8, 2, 3, False), (128, 8, 4, 3, False), (32, 8, 1, 3, False),
-        (64, 8, 1, 3, False)],
+        (64, 8, 1, 3, False), (32, 16, 2, 3, False), (64, 16, 4, 3, False)],
     16: [(32, 16, 2, 3, False), (64, 16, 4, 3, False), (64, 16, 2, 3, False), (128, 16, 4, 3, False)],
     32: [(64, 32, 4, 3, False), (128, 32, 4, 3, False), (32, 32, 2, 3, False), (64, 16, 4, 3, False)],
     64: [(64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 4, 3, False), (128, 32, 4, 3, False)],

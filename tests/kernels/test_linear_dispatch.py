@@ -93,13 +93,27 @@ def test_the_shipped_table_can_be_read() -> None:
 
 
 def test_what_a_kind_lacks_it_borrows() -> None:
-    """Measurements of a relative serve, but not those of a kernel that suits the relative alone."""
-    table = {"int4-g128": {"256x256": {"8": ["skinny", 32, 8, 2, 3, 1, False], "1024": ["hopper", 256, 3]}}}
-    for bits, kernel in ((4, "hopper"), (3, "dequantize"), (2, "dequantize")):
+    """Measurements of a relative serve; for very many tokens nobody asks a table."""
+    measured = {"256x256": {"8": ["skinny", 32, 8, 2, 3, 1, False], "1024": ["hopper", 256, 3]}}
+    for bits, relative in ((4, "int4-g128"), (3, "int3-g128"), (2, "int2-g64-zeros")):
         weight = packed.pack(CtPacked(bits=bits, group_size=64).quantize(torch.randn(256, 256)))
+        table = {relative: measured}
         assert dispatch.choose(weight, 8, table).kernel == "skinny"
-        assert dispatch.choose(weight, 1000, table).kernel == kernel
+        assert dispatch.choose(weight, 1000, table).kernel == "hopper"
         assert dispatch.choose(weight, 5000, table).kernel == "dequantize"
+
+
+def test_the_shipped_table_has_what_kinds_borrow_from() -> None:
+    table = dispatch.table_of("nvidia-h200")
+    for fmt in (CtPacked(bits=2, group_size=32), CtPacked(bits=3, group_size=64), CtPacked(group_size=256), Nf4()):
+        assert dispatch.relative_of(packed.pack(fmt.quantize(torch.randn(256, 256)))) in table
+
+
+def test_three_bits_never_get_tiles_of_8_tokens() -> None:
+    weight = packed.pack(CtPacked(bits=3).quantize(torch.randn(256, 256)))
+    config = dispatch.default_choice(weight, 8, processors=132).config
+    assert isinstance(config, SkinnyConfig)
+    assert config.tokens == 16
 
 
 def test_tables_are_merged(tmp_path: Path) -> None:
@@ -136,6 +150,23 @@ def test_tuning_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert choose(weight, 1).why == "measured for int4-g128 128x256 at 8 tokens"
     finally:
         dispatch.table_of.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["channel", "block"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_tokens_of_fp8_in_either_dtype(strategy: str, dtype: torch.dtype) -> None:
+    """Where torch's own kernel, which takes bfloat16 alone, was the fastest."""
+    fmt = CtFloat8(strategy=strategy)
+    quantized = fmt.quantize(0.02 * torch.randn(512, 512, device="cuda"))
+    weight = op.prepare(fmt, quantized, dtype)
+    x = torch.randn(300, 512, device="cuda", dtype=dtype)
+    table = {weight_kind(weight): {"512x512": {"512": ["scaled_mm"]}}}
+    choice = choose(weight, 300, table, dtype=dtype)
+    assert (choice.kernel == "scaled_mm") == (dtype == torch.bfloat16)
+    right = reference.linear(x, fmt, quantized)
+    assert relative_error(op.run(choice, x, weight), right) < 1e-2
+    assert relative_error(op.linear(x, weight), right) < 1e-2
 
 
 def test_candidates_fit_the_weight() -> None:
