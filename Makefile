@@ -13,7 +13,8 @@ test: $(VENV)/ready lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 -m "not long and not gpu and not interop"
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 -m "long and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 -m "long and not gpu and not ray"
+	$(BIN)/python -m pytest --durations=10 -m "long and ray"  # alone: Ray gives up where it must wait for a processor
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -96,6 +96,15 @@ def _check_reachable(address: str) -> None:
             channel.close()
 
 
+@contextlib.contextmanager
+def _one_line_of_ray() -> Iterator[None]:
+    """Where Ray gives up, after seconds of its own: one line instead of a page."""
+    try:
+        yield
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise QuantkitError(f"Ray gave up: {_first_line(error)} (is this machine busy with something else?)") from error
+
+
 def cluster_nodes() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
@@ -151,6 +160,7 @@ def _model_task(config: DeployConfig, name: str, gpu: bool) -> Needs | str:
         return str(error)
 
 
+@_one_line_of_ray()
 def deploy(config: DeployConfig, *, every_node: bool, tell: Callable[[str], None]) -> None:
     """Puts the application on the cluster, or changes the one that is there; returns when all replicas are ready."""
     http = config.front_settings
@@ -187,6 +197,7 @@ def _wait_until_running(tell: Callable[[str], None]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
+@_one_line_of_ray()
 def status() -> dict[str, Any]:
     """What is deployed, for people and programs; InputError where nothing is."""
     app = serve.status().applications.get(APP_NAME)
@@ -217,6 +228,7 @@ def _ask_all(deployment: str, method: str) -> list[Any]:
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
+@_one_line_of_ray()
 def stop(drain_seconds: float, tell: Callable[[str], None]) -> None:
     """New requests get 503, open ones finish as far as the time allows, then the application is gone."""
     status()

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 pytest.importorskip("ray.serve", reason="needs the extra `ray`: pip install 'quantkit[ray]'")
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("deploy")]
+pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # or Ray would make one for the user
 ENVIRONMENT = os.environ | TOKEN | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 pytest.importorskip("ray.serve", reason="needs the extra `ray`: pip install 'quantkit[ray]'")
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("deploy")]
+pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # or Ray would make one for the user
 ENVIRONMENT = os.environ | TOKEN | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -41,7 +41,8 @@ def text_of(port: int, model: str) -> str:
 
 def engine(address: str, model: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "quantkit", "deploy", "--status", "--json", "--address", address]
-    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=WAIT_SECONDS, check=True)
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=WAIT_SECONDS)
+    assert run.returncode == 0, run.stderr
     (found,) = json.loads(run.stdout)["deployments"][model]["engines"]
     return dict(found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray.serve", reason="needs the extra `ray`: pip install 'quantkit[ray]'")
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 MODEL = "models: [{name: a, path: demo, cpus: 0.1, options: {device: cpu, max_context: 64, kv_tokens: 512}}]"

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.long
 COMMAND = (sys.executable, "-m", "quantkit", "quantize", "demo", "-r", "gptq-w4g128")
 COMMAND += ("--samples", "8", "--seq-len", "128", "--quality-windows", "1", "-o", "out")
-KILLS = 10
+KILLS = 6
 BLOCKS = 5  # of the bundled model
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # sums depend on the number of threads; one waits for nobody
 
@@ -111,7 +111,7 @@ def test_killed_at_any_moment(undisturbed: Finished, tmp_path: Path) -> None:
             went_on += len(units(folder)) > 0
             complete(folder)
         assert_same(folder, undisturbed)
-    assert went_on >= 3, "too few kills came between the first block and the end"
+    assert went_on >= 2, "too few kills came between the first block and the end"
 
 
 def test_killed_after_every_block(undisturbed: Finished, tmp_path: Path) -> None:
