@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit.pipeline import quantize
     from quantkit.reference import load_reference
+    from quantkit.runtime.core.sampling_params import SamplingParams
     from quantkit.runtime.llm import LLM
-    from quantkit.runtime.params import SamplingParams
 
 _LAZY = {  # so that --help needs no torch
     "LLM": "quantkit.runtime.llm",
-    "SamplingParams": "quantkit.runtime.params",
+    "SamplingParams": "quantkit.runtime.core.sampling_params",
     "load_reference": "quantkit.reference",
     "quantize": "quantkit.pipeline",
 }

@@ -22,8 +22,8 @@ from quantkit.errors import InputError
 from quantkit.formats import Awq, Format, Gptq, LlmInt8
 from quantkit.formats.bnb_4bit import Bnb4Bit
 from quantkit.inspection import inspect_checkpoint
-from quantkit.runtime.model_config import read_model_config
-from quantkit.runtime.parallel.ranks import Ranks, check_parallel
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.ranks import Ranks, check_parallel
 from quantkit.sources import BUNDLED, model_folder
 from quantkit.wording import model_name
 

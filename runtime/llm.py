@@ -10,11 +10,11 @@ from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
-from quantkit.runtime.engine import Delta, Engine, Request
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.progress_bar import Advance, progress_bar
-from quantkit.runtime.sequence import FinishReason
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import FinishReason
+from quantkit.runtime.engine.engine import Delta, Engine, Request
+from quantkit.runtime.output.progress_bar import Advance, progress_bar
 from quantkit.runtime.startup import Stages, start_engine
 
 Prompt = str | Sequence[int]  # text, or token ids

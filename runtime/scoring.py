@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.model import Batch
-from quantkit.runtime.prompt_logprobs import ROWS
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.sampling.prompt_logprobs import ROWS
 
 
 @torch.inference_mode()

@@ -14,37 +14,37 @@ import torch
 from quantkit.arch import Config
 from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.progress import Progress, silent
-from quantkit.runtime.assembly import check_kernels, make_decoder, make_part
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.graphs import StepGraphs
-from quantkit.runtime.head import more_bytes
-from quantkit.runtime.layers import Weights
-from quantkit.runtime.loading import load_weights
-from quantkit.runtime.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
-from quantkit.runtime.model import Decoder, KvCache
-from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.model_part import ModelPart
-from quantkit.runtime.ops import import_ahead, ops_for
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.parallel.launcher import Launcher
-from quantkit.runtime.parallel.lead_decoder import LeadGraphs
-from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
-from quantkit.runtime.parallel.ranks import Ranks, local_config
-from quantkit.runtime.parallel.start import Crew, refuse_ranks, start_crew
-from quantkit.runtime.places import Places
-from quantkit.runtime.prompt_graphs import PromptGraphs
-from quantkit.runtime.runner import Runner
-from quantkit.runtime.sampler import Sampler
-from quantkit.runtime.speculation.draft_loop import DraftLoop
-from quantkit.runtime.speculation.draft_model import DraftModel, ModelDrafter
-from quantkit.runtime.speculation.medusa_heads import MedusaHeads
-from quantkit.runtime.speculation.setup import (
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
+from quantkit.runtime.device.decode_graphs import StepGraphs
+from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
+from quantkit.runtime.device.model_part import ModelPart
+from quantkit.runtime.device.prompt_graphs import PromptGraphs
+from quantkit.runtime.device.runner import Runner
+from quantkit.runtime.drafters.draft_loop import DraftLoop
+from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.drafters.medusa_heads import MedusaHeads
+from quantkit.runtime.drafters.setup import (
     check_draft_context,
     draft_cache,
     find_draft,
     find_medusa,
     make_speculation,
 )
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.model.config import ModelConfig, read_model_config
+from quantkit.runtime.model.decoder import Decoder, KvCache
+from quantkit.runtime.model.layers import Weights
+from quantkit.runtime.model.lm_head import more_bytes
+from quantkit.runtime.model.loading import load_weights
+from quantkit.runtime.model.ops import import_ahead, ops_for
+from quantkit.runtime.model.ranks import Ranks, local_config
+from quantkit.runtime.parallel.coordinated import LeadGraphs
+from quantkit.runtime.parallel.crew import Crew, refuse_ranks, start_crew
+from quantkit.runtime.parallel.launcher import Launcher
+from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
+from quantkit.runtime.sampling.sampler import Sampler
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from random import Random
 
 from quantkit.kernels.linear.dispatch import BUCKETS
 from quantkit.progress import Progress, silent
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.graphs import graph_sizes
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.device.decode_graphs import graph_sizes
+from quantkit.runtime.engine.engine import Engine
 
 _MANY = 64  # sequences, enough to fill a GPU with one program for each and KV head
 _NEW_TOKENS = (2, 4, 8, 16, 32)  # of each sequence

@@ -30,9 +30,9 @@ from quantkit.pipeline import quantize
 from quantkit.progress import Progress, silent
 from quantkit.recipe import load_recipe
 from quantkit.reference import load_tokenizer
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.engine.engine import Engine
 
 
 @dataclass(frozen=True)

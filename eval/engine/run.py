@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from quantkit.eval.engine.guesses import Guesses
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 
 SHORT_PROMPT, WARM_UP_TOKENS = 16, 4
 

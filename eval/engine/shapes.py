@@ -10,11 +10,11 @@ from torch import Tensor
 from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
-from quantkit.kernels.linear.joining import join
+from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.op import LinearWeight, prepare
-from quantkit.runtime.head import head_in_bits, more_bytes
-from quantkit.runtime.layers import Block, Linear, Weights
-from quantkit.runtime.model_config import ModelConfig
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.layers import Block, Linear, Weights
+from quantkit.runtime.model.lm_head import head_in_bits, more_bytes
 
 SHAPES = PLAIN_SHAPES
 # Activations of a random MLP have no few outlier columns, as trained ones have: with weights twice as large, thousands

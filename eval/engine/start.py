@@ -15,11 +15,11 @@ from quantkit.eval.engine.run import SHORT_PROMPT, WARM_UP_TOKENS, Load, run_loa
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.kernels.cases import FORMATS, UNQUANTIZED
 from quantkit.formats import Format
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.speculation.draft_model import DraftModel
-from quantkit.runtime.speculation.speculation import SpeculativeOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.drafters.draft_model import DraftModel
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.speculation import SpeculativeOptions
+from quantkit.runtime.model.config import ModelConfig, read_model_config
 from quantkit.runtime.startup import Stages, build_engine, start_engine
 
 CHECKPOINT = "checkpoint"  # instead of a format's name, for a folder that has its own

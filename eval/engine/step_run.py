@@ -19,9 +19,9 @@ from quantkit.eval.engine.results import Started
 from quantkit.eval.engine.run import Load, bytes_of_step
 from quantkit.eval.engine.step_profile import Event, step_table, whole_steps
 from quantkit.eval.engine.step_results import StepResult
-from quantkit.runtime.engine import Engine, Request
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine, Request
 
 SETTLE = 16  # steps until every graph is there
 PROFILER_WARM_UP = 2  # steps: its first start takes long

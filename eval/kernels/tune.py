@@ -10,9 +10,9 @@ from torch import Tensor
 from quantkit.eval.kernels.cases import Case, LinearCase
 from quantkit.eval.kernels.problems import LinearProblem, make_problems
 from quantkit.kernels.linear import op
-from quantkit.kernels.linear.eight_bit import EightBitWeight
-from quantkit.kernels.linear.half_weight import HalfWeight
-from quantkit.kernels.linear.packed import PackedWeight
+from quantkit.kernels.linear.dense.weight import HalfWeight
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
+from quantkit.kernels.linear.weight_only.packed import PackedWeight
 
 
 @torch.no_grad()

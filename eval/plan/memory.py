@@ -1,7 +1,7 @@
 """What fits on a GPU beside the weights: the engine's own reserve, and how many requests the rest holds.
 
-The formulas are those of `runtime/memory.py` with its defaults for a GPU, for GPUs that are not here; a test keeps the
-two equal.
+The formulas are those of `runtime/device/memory.py` with its defaults for a GPU, for GPUs that are not here; a test
+keeps the two equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quantkit.eval.plan.gpus import Gpu
 from quantkit.eval.plan.model import Cache, Decoder
 from quantkit.eval.plan.weights import WeightPlan
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
 
 SHARE = EngineOptions.memory_share  # of the GPU's memory
 PAGE = EngineOptions.page_size  # tokens

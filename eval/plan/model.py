@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.arch import FAMILIES, Config
 from quantkit.errors import InputError
 from quantkit.formats import Shape
-from quantkit.runtime.model_config import ModelConfig, read_model_config
+from quantkit.runtime.model.config import ModelConfig, read_model_config
 
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _KV_KEYS = ("num_key_value_heads", "num_attention_heads")

@@ -21,7 +21,7 @@ from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling
 from quantkit.eval.plan.shards import ACTIVATION, Shard, shard
 from quantkit.eval.plan.weights import Chosen, LayerBytes, choose, keep, weigh
 from quantkit.recipe import Recipe
-from quantkit.runtime.parallel.ranks import Ranks, check_parallel
+from quantkit.runtime.model.ranks import Ranks, check_parallel
 
 _TENSORS = (1, 2, 4, 8, 16)  # where a smallest layout is looked for
 _PIPELINES = (1, 2, 4, 8, 16)

@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit.eval.plan.links import Link
 from quantkit.eval.plan.parallel import ParallelPlan, Spread, SpreadFormat, pipeline_ahead_from, title_of
-from quantkit.runtime.parallel.ranks import Ranks
+from quantkit.runtime.model.ranks import Ranks
 
 
 @dataclass(frozen=True)

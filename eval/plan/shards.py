@@ -13,7 +13,7 @@ from quantkit.eval.plan.links import Link
 from quantkit.eval.plan.model import Cache, Decoder, block_others, block_shapes
 from quantkit.eval.plan.weights import KEPT_BYTES, Chosen, WeightPlan, weigh_linears
 from quantkit.formats import Format, Gptq, Shape
-from quantkit.runtime.parallel.ranks import Ranks, local_config
+from quantkit.runtime.model.ranks import Ranks, local_config
 
 ACTIVATION = 2  # bytes of a number that travels
 

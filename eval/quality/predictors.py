@@ -18,8 +18,8 @@ from quantkit.errors import InputError
 from quantkit.formats.base import check_choice
 from quantkit.progress import Progress, silent
 from quantkit.reference import load_reference
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
 from quantkit.sources import model_folder

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quantkit.eval.engine.guesses import Guesses
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 
 Run = Callable[[], "Decoded"]
 

@@ -26,10 +26,10 @@ from quantkit.eval.engine.results import Started
 from quantkit.eval.engine.start import CHECKPOINT, check_draft, parse_shape, start
 from quantkit.eval.speculative.decode import Decoded, Rounds, decode_all, interleaved
 from quantkit.eval.speculative.results import Forced, SpeculativeRow
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.speculation.speculation import SpeculativeOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.speculation import SpeculativeOptions
 
 HELDOUT = "heldout"  # instead of a file: the text that ships
 

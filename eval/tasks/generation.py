@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

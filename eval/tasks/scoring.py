@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.progress import Progress, silent
-from quantkit.runtime.engine import Delta, Engine, Request
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.sequence import Guide
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import Guide
+from quantkit.runtime.engine.engine import Delta, Engine, Request
 
 MOST_FORCED = 16  # tokens of a continuation
 _IN_FLIGHT = 4  # requests handed over at a time, for each that can run: enough to fill every step

@@ -22,14 +22,15 @@ import torch
 import triton
 
 from quantkit.errors import InputError
-from quantkit.kernels.linear import hopper, scaled_mm
-from quantkit.kernels.linear.eight_bit import EightBitWeight
-from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
-from quantkit.kernels.linear.half import HalfConfig
-from quantkit.kernels.linear.half_weight import HalfWeight
-from quantkit.kernels.linear.hopper import HopperConfig
-from quantkit.kernels.linear.packed import PackedWeight
-from quantkit.kernels.linear.skinny import SkinnyConfig
+from quantkit.kernels.linear.dense.half import HalfConfig
+from quantkit.kernels.linear.dense.weight import HalfWeight
+from quantkit.kernels.linear.eight_bit import scaled_mm
+from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
+from quantkit.kernels.linear.weight_only import hopper
+from quantkit.kernels.linear.weight_only.hopper import HopperConfig
+from quantkit.kernels.linear.weight_only.packed import PackedWeight
+from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
 
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens; the last one stands for everything above too
 HALF_BUCKETS = (1, 8, 16, 32, 64)  # of weights that are not quantized, which are cuBLAS's for more tokens
@@ -46,7 +47,8 @@ _SKINNY = {
     128: (SkinnyConfig(64, 128, 4, 3), 2),
     256: (SkinnyConfig(64, 128, 4, 3), 2),
 }
-# The same for weights with a table of values, where a multiprocessor has room for tables of pairs (`assembly.py`).
+# The same for weights with a table of values, where a multiprocessor has room for tables of pairs
+# (`weight_only/assembly.py`).
 _PAIRS = {
     8: (SkinnyConfig(128, 8, 4, 3, copies=32), 4),
     16: (SkinnyConfig(128, 16, 4, 3, copies=32), 3),

@@ -18,11 +18,14 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtInt8, Format, LlmInt8, QuantizedWeight
 from quantkit.kernels.checks import HALVES
-from quantkit.kernels.linear import cpu, eight_bit, half_weight, packed
+from quantkit.kernels.linear import cpu
 from quantkit.kernels.linear.cpu import CpuWeight
-from quantkit.kernels.linear.eight_bit import EightBitWeight
-from quantkit.kernels.linear.half_weight import HalfWeight
-from quantkit.kernels.linear.packed import PackedWeight
+from quantkit.kernels.linear.dense import weight as half_weight
+from quantkit.kernels.linear.dense.weight import HalfWeight
+from quantkit.kernels.linear.eight_bit import weight as eight_bit
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
+from quantkit.kernels.linear.weight_only import packed
+from quantkit.kernels.linear.weight_only.packed import PackedWeight
 from quantkit.kernels.reference import linear as reference
 
 if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may not have
@@ -85,7 +88,10 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """One call of a given choice."""
-    from quantkit.kernels.linear import eight_bit_matmul, half, hopper, scaled_mm, skinny, wide
+    from quantkit.kernels.linear.dense import half
+    from quantkit.kernels.linear.eight_bit import matmul as eight_bit_matmul
+    from quantkit.kernels.linear.eight_bit import scaled_mm
+    from quantkit.kernels.linear.weight_only import hopper, skinny, wide
 
     if isinstance(weight, HalfWeight):
         if choice.kernel == "cublas":

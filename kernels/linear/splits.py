@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.linear.packed import TICKETS
-from quantkit.kernels.linear.unpack import to_half
+from quantkit.kernels.linear.weight_only.packed import TICKETS
+from quantkit.kernels.linear.weight_only.unpack import to_half
 
 
 class Tile(Protocol):

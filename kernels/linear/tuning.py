@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.kernels.linear import hopper, op, scaled_mm
+from quantkit.kernels.linear import op
+from quantkit.kernels.linear.dense.half import HalfConfig
+from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.dispatch import (
     Choice,
     Weight,
@@ -30,12 +32,12 @@ from quantkit.kernels.linear.dispatch import (
     to_entry,
     weight_kind,
 )
-from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
-from quantkit.kernels.linear.half import HalfConfig
-from quantkit.kernels.linear.half_weight import HalfWeight
-from quantkit.kernels.linear.hopper import HopperConfig
-from quantkit.kernels.linear.packed import TICKETS, PackedWeight
-from quantkit.kernels.linear.skinny import SkinnyConfig
+from quantkit.kernels.linear.eight_bit import scaled_mm
+from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
+from quantkit.kernels.linear.weight_only import hopper
+from quantkit.kernels.linear.weight_only.hopper import HopperConfig
+from quantkit.kernels.linear.weight_only.packed import TICKETS, PackedWeight
+from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
 from quantkit.kernels.reference.compare import relative_error
 
 _COLD = 130e6  # bytes of weight copies that leave a cache of 60 MB cold

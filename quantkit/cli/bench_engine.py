@@ -34,7 +34,7 @@ def measure_engines(
     """A row for every format and batch."""
     from quantkit.eval.engine.run import Load
     from quantkit.eval.engine.start import CHECKPOINT, formats_of
-    from quantkit.runtime.options import EngineOptions
+    from quantkit.runtime.core.options import EngineOptions
 
     if not batches or min(batches) < 1:
         raise InputError(f"--batch is {list(batches)}, but must be 1 or more")
@@ -129,7 +129,7 @@ def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
 
 def _describe_idle(row: EngineRow) -> str:
     """How long stages waited, beside what a pipeline that fills and drains once would."""
-    from quantkit.runtime.parallel.start import bubble
+    from quantkit.runtime.parallel.crew import bubble
 
     idle = row.times.idle
     each = ", ".join(f"{share:.0%}" for share in idle)

@@ -85,7 +85,7 @@ def _measure(
     from quantkit.eval.engine.start import formats_of, start
     from quantkit.eval.engine.step_results import append
     from quantkit.eval.engine.step_run import check_options, measure_step, tokens_of
-    from quantkit.runtime.options import EngineOptions
+    from quantkit.runtime.core.options import EngineOptions
 
     asked = format_name or (_FORMAT if model in SHAPES else None)
     (name,) = formats_of(model, [asked] if asked else [])

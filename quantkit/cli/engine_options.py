@@ -71,7 +71,7 @@ def sampling_options(command: _Command) -> _Command:
 
 def sampling_params(options: dict[str, Any]) -> Any:
     """SamplingParams from the options of the command line, which are removed from `options`."""
-    from quantkit.runtime.params import SamplingParams
+    from quantkit.runtime.core.sampling_params import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
     return SamplingParams(**{name: options.pop(name) for name in names})

@@ -108,7 +108,7 @@ def _plan_parallel(
     from quantkit.eval.plan.source import find_config
     from quantkit.planning import layer_bytes
     from quantkit.recipe import load_recipe
-    from quantkit.runtime.parallel.ranks import Ranks
+    from quantkit.runtime.model.ranks import Ranks
 
     tensors = _numbers("--tensor-parallel", layout[0] or "1")
     stages = _numbers("--pipeline-parallel", layout[1] or "1")

@@ -11,7 +11,7 @@ from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.medusa.train import TrainReport
-    from quantkit.runtime.speculation.medusa_tree import Tree
+    from quantkit.runtime.drafters.medusa_tree import Tree
 
 
 @click.command("train-medusa", short_help="Train heads that guess tokens ahead, for faster decoding.")

@@ -12,8 +12,8 @@ from quantkit.sources import BUNDLED, bundled_folder, model_folder
 
 if TYPE_CHECKING:
     from quantkit.checkpoint import Checkpoint
-    from quantkit.runtime.model_config import ModelConfig
-    from quantkit.runtime.options import EngineOptions
+    from quantkit.runtime.core.options import EngineOptions
+    from quantkit.runtime.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def _plan(config: DeployConfig, model: ModelPlan, gpu: bool) -> Needs:
     import torch
 
     from quantkit.checkpoint import Checkpoint, read_json
-    from quantkit.runtime.head import more_bytes
-    from quantkit.runtime.memory import available_memory, plan_memory, weight_bytes
-    from quantkit.runtime.model_config import read_model_config
-    from quantkit.runtime.options import EngineOptions
-    from quantkit.runtime.speculation.setup import find_draft, find_medusa
+    from quantkit.runtime.core.options import EngineOptions
+    from quantkit.runtime.device.memory import available_memory, plan_memory, weight_bytes
+    from quantkit.runtime.drafters.setup import find_draft, find_medusa
+    from quantkit.runtime.model.config import read_model_config
+    from quantkit.runtime.model.lm_head import more_bytes
 
     settings = config.replica_settings(model)
     checkpoint = Checkpoint(model_folder(model.path))
@@ -88,10 +88,10 @@ def _plan_ranks(
     checkpoint: Checkpoint, shape: ModelConfig, options: EngineOptions, draft: int, model: ModelPlan, available: int
 ) -> Needs:
     """The rank that needs most; those on a CPU share its memory."""
-    from quantkit.runtime.head import more_bytes
-    from quantkit.runtime.memory import plan_memory
+    from quantkit.runtime.device.memory import plan_memory
+    from quantkit.runtime.model.lm_head import more_bytes
+    from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
     from quantkit.runtime.parallel.rank_memory import rank_weight_bytes
-    from quantkit.runtime.parallel.ranks import Ranks, check_parallel, local_config
 
     ranks = Ranks(model.tensor_parallel, model.pipeline_parallel)
     check_parallel(shape, checkpoint, ranks)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from quantkit.deploy.resources import Bundle
 from quantkit.errors import QuantkitError
 from quantkit.runtime.parallel.launcher import Job
-from quantkit.runtime.parallel.worker import run_worker
+from quantkit.runtime.parallel.rank_process import run_worker
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.engine_client import EngineClient, start_module
 

@@ -6,5 +6,5 @@
     train.py     training, from a model to heads in a folder
     measure.py   tokens per step that heads give, on answers of the model
 
-The heads themselves, their files and their tree stand with the drafter that uses them, in `runtime/speculation/`.
+The heads themselves, their files and their tree stand with the drafter that uses them, in `runtime/drafters/`.
 """

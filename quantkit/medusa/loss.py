@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.medusa.loss import LmHead
 from quantkit.medusa.states import Trace
-from quantkit.runtime.speculation.medusa_heads import MedusaHeads
-from quantkit.runtime.speculation.medusa_tree import Tree, chain
+from quantkit.runtime.drafters.medusa_heads import MedusaHeads
+from quantkit.runtime.drafters.medusa_tree import Tree, chain
 
 RANKS = 16  # of each head that are looked at; no tree of 15 nodes uses more
 _ROWS = 256  # whose logits are in memory at once

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.model import Batch
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.model.decoder import Batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,9 +22,9 @@ from quantkit.medusa.measure import TokensPerStep, accuracies, guess, tokens_per
 from quantkit.medusa.states import Trace, answers, trace
 from quantkit.medusa.texts import MOST_TOKENS, PROMPT, Texts, choose_output, read_texts
 from quantkit.progress import Progress, silent
+from quantkit.runtime.drafters.medusa_heads import MOST_HEADS, MOST_LAYERS, MedusaHeads, Target, save_heads
+from quantkit.runtime.drafters.medusa_tree import MOST_NODES, Tree, choose_tree
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.speculation.medusa_heads import MOST_HEADS, MOST_LAYERS, MedusaHeads, Target, save_heads
-from quantkit.runtime.speculation.medusa_tree import MOST_NODES, Tree, choose_tree
 from quantkit.sources import model_folder
 from quantkit.wording import model_name
 

@@ -1,5 +1,5 @@
 """Who starts the other ranks. `LocalWorkers` starts processes on this machine; others may start them elsewhere, as long
-as each calls `run_worker` of `worker.py` with its job.
+as each calls `run_worker` of `rank_process.py` with its job.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import IO, Protocol
 
 import torch
 
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.parallel.ranks import Ranks
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.model.ranks import Ranks
 
 STOP_SECONDS = 2.0  # for a rank to leave by itself
 
@@ -97,7 +97,7 @@ class LocalWorkers:
             threads = str(max(1, torch.get_num_threads() // job.ranks.world))
             errors = tempfile.TemporaryFile()  # noqa: SIM115  (read when it dies)
             process = subprocess.Popen(
-                [sys.executable, "-m", "quantkit.runtime.parallel.worker"],
+                [sys.executable, "-m", "quantkit.runtime.parallel.rank_process"],
                 stdin=subprocess.PIPE,
                 stdout=errors,
                 stderr=errors,

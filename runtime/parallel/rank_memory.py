@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.runtime.memory import available_memory
-from quantkit.runtime.model_config import ModelConfig
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.parallel.ranks import Ranks, local_config
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device.memory import available_memory
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.ranks import Ranks, local_config
 
 
 def rank_weight_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> int:

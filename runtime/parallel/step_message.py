@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from quantkit.runtime.model import Batch
-from quantkit.runtime.model_part import PageMoves
+from quantkit.runtime.device.model_part import PageMoves
+from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.model.decoder import Batch
 from quantkit.runtime.parallel.channel import Lists
-from quantkit.runtime.step_inputs import StepInputs
 
 _INPUTS = tuple(field.name for field in fields(StepInputs))
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
 from quantkit.errors import QuantkitError
-from quantkit.runtime.engine import Delta
+from quantkit.runtime.engine.engine import Delta
 
 
 class EngineDied(QuantkitError):

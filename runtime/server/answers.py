@@ -13,12 +13,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from quantkit.runtime.engine import Delta
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Delta
+from quantkit.runtime.output.detokenizer import TextStream
 from quantkit.runtime.server.answering import Answering
 from quantkit.runtime.server.errors import ApiError
 from quantkit.runtime.server.logprobs import Scored
-from quantkit.runtime.text_stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
-from quantkit.runtime.guides import GuideSpec
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.sampling.structured_output import GuideSpec
 from quantkit.runtime.server.access import Place, Queue
 from quantkit.runtime.server.answering import EngineDied
 from quantkit.runtime.server.answers import Answers, Piece, merged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from quantkit.runtime.guides import GuideSpec
+from quantkit.runtime.sampling.structured_output import GuideSpec
 from quantkit.runtime.server.calls import Call, Service
 from quantkit.runtime.server.chat_writer import ChatWriter
 from quantkit.runtime.server.errors import ApiError, documented

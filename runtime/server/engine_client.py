@@ -17,14 +17,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, QuantkitError
-from quantkit.runtime.engine import Delta, check_request
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Delta, check_request
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.messages import Message
 
 if TYPE_CHECKING:
-    from quantkit.runtime.guides import GuideSpec
+    from quantkit.runtime.sampling.structured_output import GuideSpec
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a new process; doubled while it dies at once
 STABLE_SECONDS = 60.0  # a process that lived so long starts anew without a pause

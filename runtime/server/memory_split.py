@@ -16,7 +16,7 @@ from quantkit.errors import InputError
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.runtime.memory import MemoryPlan
+    from quantkit.runtime.device.memory import MemoryPlan
 
 GPU_PROCESS = 512 << 20  # bytes of a GPU that a process takes by being there; the plan of a single engine measures it
 _REMEDIES = (

@@ -78,8 +78,8 @@ async def plan_engines(wanted: Sequence[Wanted]) -> list[Share]:
 
 def make_plan(wanted: Sequence[Wanted]) -> list[Share]:
     """The same in this process. Devices are planned one by one: what is free on one helps no other."""
-    from quantkit.runtime.memory import available_memory
-    from quantkit.runtime.options import EngineOptions
+    from quantkit.runtime.core.options import EngineOptions
+    from quantkit.runtime.device.memory import available_memory
 
     needs = [_need(one) for one in wanted]
     shares: dict[str, Share] = {}
@@ -94,12 +94,12 @@ def make_plan(wanted: Sequence[Wanted]) -> list[Share]:
 def _need(one: Wanted) -> Need:
     """From the headers of the files. What is wrong with a model alone is said here, with its name."""
     from quantkit.checkpoint import Checkpoint
-    from quantkit.runtime.head import more_bytes
-    from quantkit.runtime.memory import plan_memory, weight_bytes
-    from quantkit.runtime.model_config import read_model_config
-    from quantkit.runtime.options import EngineOptions
-    from quantkit.runtime.parallel.start import refuse_ranks
-    from quantkit.runtime.speculation.setup import find_draft
+    from quantkit.runtime.core.options import EngineOptions
+    from quantkit.runtime.device.memory import plan_memory, weight_bytes
+    from quantkit.runtime.drafters.setup import find_draft
+    from quantkit.runtime.model.config import read_model_config
+    from quantkit.runtime.model.lm_head import more_bytes
+    from quantkit.runtime.parallel.crew import refuse_ranks
     from quantkit.sources import model_folder
 
     try:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from quantkit.runtime.params import MOST_LOGPROBS
+from quantkit.runtime.core.sampling_params import MOST_LOGPROBS
 from quantkit.runtime.server.protocol_messages import Message, Tool, ToolChoice
 
 MOST_ANSWERS = 128

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from quantkit.errors import InputError
-from quantkit.runtime.guides import GuideSpec, check_guide
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.sampling.structured_output import GuideSpec, check_guide
 from quantkit.runtime.server.errors import ApiError
 from quantkit.runtime.server.protocol import (
     ChatRequest,

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantkit.errors import QuantkitError
-from quantkit.runtime.params import MOST_LOGPROBS, SamplingParams
+from quantkit.runtime.core.sampling_params import MOST_LOGPROBS, SamplingParams
 from quantkit.runtime.server.answering import Answering
 from quantkit.runtime.server.engine_client import EngineClient
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.runtime.guides import GuideSpec
+from quantkit.runtime.sampling.structured_output import GuideSpec
 from quantkit.runtime.server.protocol import ChatRequest
 from quantkit.runtime.server.protocol_messages import NamedChoice
 from quantkit.runtime.server.tool_parsers import ToolParser, ToolStream, tool_parser

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
-from quantkit.runtime.guides import JSON_STYLE, GuideSpec, check_guide
+from quantkit.runtime.sampling.structured_output import JSON_STYLE, GuideSpec, check_guide
 from quantkit.runtime.server.tool_parsers import template_text
 from quantkit.runtime.server.tool_syntaxes import HERMES, NAME, SYNTAXES, Syntax
 

@@ -21,17 +21,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, QuantkitError
-from quantkit.runtime.engine import Delta, Engine, Request
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Delta, Engine, Request
 from quantkit.runtime.parallel.launcher import Launcher
-from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.messages import Message
 from quantkit.runtime.startup import load_tokenizer, start_engine
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
-    from quantkit.runtime.guides import GuideCompiler
+    from quantkit.runtime.sampling.structured_output import GuideCompiler
 
 STATS_SECONDS = 0.1
 
@@ -87,7 +87,10 @@ class Worker:
     def _guides(self, spec: dict[str, Any] | None, count: int) -> list[Any]:
         if spec is None:
             return []
-        from quantkit.runtime.guides import GuideCompiler, GuideSpec  # a library that few requests need
+        from quantkit.runtime.sampling.structured_output import (  # a library that few requests need
+            GuideCompiler,
+            GuideSpec,
+        )
 
         if self._compiler is None:
             tokenizer = load_tokenizer(model_folder(self._model))

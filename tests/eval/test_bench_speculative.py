@@ -15,8 +15,8 @@ from quantkit.eval.engine.start import start
 from quantkit.eval.speculative.decode import Decoded, decode, decode_all, interleaved
 from quantkit.eval.speculative.results import COLUMNS, accepted_length, chance_of, expected_speed_up
 from quantkit.eval.speculative.run import HELDOUT, Load, TextPlan, cut_prompts
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
 
 Cli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., None]

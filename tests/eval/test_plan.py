@@ -22,8 +22,8 @@ from quantkit.eval.plan.weights import WeightPlan, in_format, quantized, unquant
 from quantkit.eval.shapes import PLAIN_SHAPES, SHAPES
 from quantkit.planning import layer_bytes
 from quantkit.recipe import load_recipe
-from quantkit.runtime import memory as runtime_memory
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device import memory as runtime_memory
 
 H200 = GPUS["h200"]
 ENGINE_RESULTS = Path(__file__).parents[2] / "eval" / "results" / "engine.csv"

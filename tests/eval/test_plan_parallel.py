@@ -31,9 +31,9 @@ from quantkit.eval.plan.weights import Chosen, choose, in_format, keep, quantize
 from quantkit.formats import CtFloat8, CtInt8, Format, Gptq, LlmInt8, Nf4
 from quantkit.planning import layer_bytes
 from quantkit.recipe import load_recipe
-from quantkit.runtime.model_config import read_model_config
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.rank_memory import rank_weight_bytes
-from quantkit.runtime.parallel.ranks import Ranks
 
 H200 = GPUS["h200"]
 NVLINK, PCIE = LINKS["nvlink"], LINKS["pcie"]

@@ -7,8 +7,8 @@ from torch import Tensor
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.kernels.cases import FORMATS
 from quantkit.kernels.linear.op import linear
-from quantkit.runtime.layers import Weights
-from quantkit.runtime.model_config import read_model_config
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.layers import Weights
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -15,7 +15,7 @@ from quantkit.eval.engine.start import start
 from quantkit.eval.engine.step_profile import END_OF_STEP, Event, step_table, tidy_name, whole_steps
 from quantkit.eval.engine.step_results import BETWEEN, COLUMNS, GAPS, StepResult, append
 from quantkit.eval.engine.step_run import all_answering, measure_step, tokens_of
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
 
 Cli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., None]

@@ -231,7 +231,8 @@ def test_the_int8_kernel_computes_what_bitsandbytes_does(tokens: int, bnb: Modul
     """Our kernel, interpreted, against bitsandbytes' own int8 matmul in float16, outliers planted."""
     from bitsandbytes import MatmulLtState, matmul
 
-    from quantkit.kernels.linear import eight_bit, eight_bit_matmul
+    from quantkit.kernels.linear.eight_bit import matmul as eight_bit_matmul
+    from quantkit.kernels.linear.eight_bit import weight as eight_bit
 
     fmt = LlmInt8()
     inputs = _activations(tokens, outliers=False).half()

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.linear import dispatch, half_weight, op, tuning
+from quantkit.kernels.linear import dispatch, op, tuning
+from quantkit.kernels.linear.dense import weight as half_weight
+from quantkit.kernels.linear.dense.half import HalfConfig, matmul
+from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.dispatch import choose, default_choice
-from quantkit.kernels.linear.half import HalfConfig, matmul
-from quantkit.kernels.linear.half_weight import HalfWeight
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
-from quantkit.runtime.layers import Linear
+from quantkit.runtime.model.layers import Linear
 
 pytestmark = pytest.mark.kernel
 

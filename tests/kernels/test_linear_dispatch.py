@@ -8,11 +8,13 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtPacked, Format, LlmInt8, Nf4
-from quantkit.kernels.linear import dispatch, eight_bit, op, packed, tuning
+from quantkit.kernels.linear import dispatch, op, tuning
 from quantkit.kernels.linear.dispatch import choose, default_choice, from_entry, splits, to_entry, weight_kind
-from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig
-from quantkit.kernels.linear.hopper import HopperConfig
-from quantkit.kernels.linear.skinny import SkinnyConfig
+from quantkit.kernels.linear.eight_bit import weight as eight_bit
+from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
+from quantkit.kernels.linear.weight_only import packed
+from quantkit.kernels.linear.weight_only.hopper import HopperConfig
+from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import relative_error
 

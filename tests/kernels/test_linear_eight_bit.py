@@ -8,10 +8,11 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, LlmInt8, QuantizedWeight
-from quantkit.kernels.linear import eight_bit, scaled_mm
-from quantkit.kernels.linear.eight_bit import EightBitWeight
-from quantkit.kernels.linear.eight_bit_matmul import EightBitConfig, matmul
-from quantkit.kernels.linear.quantize_rows import quantize_rows
+from quantkit.kernels.linear.eight_bit import scaled_mm
+from quantkit.kernels.linear.eight_bit import weight as eight_bit
+from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig, matmul
+from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, Nf4
-from quantkit.kernels.linear import hopper, packed
-from quantkit.kernels.linear.hopper import HopperConfig
-from quantkit.kernels.linear.hopper_shares import begin_of, next_place, place_of, program_of, shares
+from quantkit.kernels.linear.weight_only import hopper, packed
+from quantkit.kernels.linear.weight_only.hopper import HopperConfig
+from quantkit.kernels.linear.weight_only.hopper_shares import begin_of, next_place, place_of, program_of, shares
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 

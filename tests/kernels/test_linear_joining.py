@@ -5,11 +5,11 @@ import torch
 
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, LlmInt8, Nf4
 from quantkit.kernels.linear.dispatch import Choice, default_choice
-from quantkit.kernels.linear.eight_bit import pack as pack_eight_bit
-from quantkit.kernels.linear.joining import join
+from quantkit.kernels.linear.eight_bit.weight import pack as pack_eight_bit
+from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.op import LinearWeight, run
-from quantkit.kernels.linear.packed import pack as pack_packed
-from quantkit.kernels.linear.skinny import SkinnyConfig
+from quantkit.kernels.linear.weight_only.packed import pack as pack_packed
+from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
 
 pytestmark = pytest.mark.kernel
 

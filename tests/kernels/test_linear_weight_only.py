@@ -7,10 +7,10 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, Nf4, QuantizedWeight
-from quantkit.kernels.linear import packed, wide
-from quantkit.kernels.linear.dequantize import dequantize
-from quantkit.kernels.linear.packed import PackedWeight
-from quantkit.kernels.linear.skinny import SkinnyConfig, matmul
+from quantkit.kernels.linear.weight_only import packed, wide
+from quantkit.kernels.linear.weight_only.dequantize import dequantize
+from quantkit.kernels.linear.weight_only.packed import PackedWeight
+from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig, matmul
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 

@@ -10,7 +10,7 @@ import pytest
 from quantkit import quantize
 from quantkit.checkpoint import Checkpoint
 from quantkit.medusa.texts import read_texts
-from quantkit.runtime.speculation.medusa_heads import FACTS, WEIGHTS, Target, load_heads
+from quantkit.runtime.drafters.medusa_heads import FACTS, WEIGHTS, Target, load_heads
 from quantkit.sources import model_folder
 
 Cli = Callable[..., tuple[int, str, str]]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from quantkit import quantize
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, StorageError
-from quantkit.runtime.speculation.medusa_heads import (
+from quantkit.runtime.drafters.medusa_heads import (
     FACTS,
     WEIGHTS,
     MedusaHeads,
@@ -22,7 +22,7 @@ from quantkit.runtime.speculation.medusa_heads import (
     load_heads,
     save_heads,
 )
-from quantkit.runtime.speculation.medusa_tree import choose_tree
+from quantkit.runtime.drafters.medusa_tree import choose_tree
 from quantkit.sources import model_folder
 
 TARGET = Target("llama", 64, 100, 2, "0" * 64)

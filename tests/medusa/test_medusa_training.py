@@ -13,11 +13,11 @@ from quantkit.medusa.measure import RANKS, Guesses, accuracies, guess, tokens_pe
 from quantkit.medusa.states import Trace, answers, hidden_states, trace
 from quantkit.medusa.train import TrainOptions, fit, heldout_losses
 from quantkit.reference import load_reference, load_tokenizer
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
+from quantkit.runtime.drafters.medusa_tree import Tree, chain
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.scoring import score_tokens
-from quantkit.runtime.speculation.medusa_heads import MedusaHeads, Target, load_heads
-from quantkit.runtime.speculation.medusa_tree import Tree, chain
 from quantkit.sources import model_folder
 
 

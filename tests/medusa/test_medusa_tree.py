@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.runtime.speculation.medusa_tree import MOST_NODES, Node, Path, Tree, chain, choose_tree, expected_tokens
+from quantkit.runtime.drafters.medusa_tree import MOST_NODES, Node, Path, Tree, chain, choose_tree, expected_tokens
 
 ACCURACIES = [
     [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05]],

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.reference import attention
-from quantkit.runtime.speculation.compact import keep_path
+from quantkit.runtime.device.keep_path import keep_path
 
 LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 3, 5, 2, 4, 8
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]

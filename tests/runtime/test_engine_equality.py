@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quantkit import load_reference
 from quantkit.arch import FAMILIES
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.startup import start_engine
 
 MODELS = [*FAMILIES, "demo"]

@@ -14,8 +14,8 @@ from quantkit.arch import FAMILIES
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.recipe import Recipe, list_recipes, load_recipe
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.startup import start_engine
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM, Generation
-from quantkit.runtime.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -6,9 +6,9 @@ import re
 import jsonschema
 import pytest
 
-from quantkit.runtime.guides import GuideCompiler, GuideSpec
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.sampling.structured_output import GuideCompiler, GuideSpec
 
 SCHEMA = {
     "type": "object",

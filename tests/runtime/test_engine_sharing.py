@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from quantkit.runtime.engine import PRIORITY_SECONDS, Delta, Engine, Request
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.step_plan import StepPlan
+from quantkit.runtime.engine.engine import PRIORITY_SECONDS, Delta, Engine, Request
 from quantkit.runtime.startup import start_engine
-from quantkit.runtime.step_plan import StepPlan
 
 TOKENS = range(3, 112)
 WatchPlans = Callable[..., list[StepPlan]]

@@ -14,7 +14,14 @@ from transformers import AutoTokenizer
 
 import quantkit
 from quantkit.errors import InputError
-from quantkit.runtime.guides import KEPT_GRAMMARS, Guide, GuideBroken, GuideCompiler, GuideSpec, check_guide
+from quantkit.runtime.sampling.structured_output import (
+    KEPT_GRAMMARS,
+    Guide,
+    GuideBroken,
+    GuideCompiler,
+    GuideSpec,
+    check_guide,
+)
 
 pytest.importorskip("llguidance")
 

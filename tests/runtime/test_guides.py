@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import quantkit
-from quantkit.runtime.guides import Guide, GuideBroken, GuideCompiler, GuideSpec
+from quantkit.runtime.sampling.structured_output import Guide, GuideBroken, GuideCompiler, GuideSpec
 
 pytest.importorskip("llguidance")
 

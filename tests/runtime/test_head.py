@@ -11,13 +11,13 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import CtPacked
 from quantkit.kernels.linear.op import prepare
-from quantkit.runtime.head import head_in_bits, more_bytes
-from quantkit.runtime.layers import Linear
-from quantkit.runtime.loading import load_weights
-from quantkit.runtime.model_config import read_model_config
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.layers import Linear
+from quantkit.runtime.model.lm_head import head_in_bits, more_bytes
+from quantkit.runtime.model.loading import load_weights
+from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.rank_memory import resident_bytes
-from quantkit.runtime.parallel.ranks import Ranks
 from quantkit.runtime.startup import start_engine
 
 
@@ -31,7 +31,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("hidden", [256, 192, 96, 100])
 def test_rows_are_rounded_in_groups(hidden: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.runtime.head._ROWS", 128)  # three pieces
+    monkeypatch.setattr("quantkit.runtime.model.lm_head._ROWS", 128)  # three pieces
     weight = torch.randn(300, hidden, generator=torch.Generator().manual_seed(hidden))
     head = head_in_bits(Linear((weight,)), bits, torch.float32, lambda name, *given: prepare(*given, torch.float32))
     assert head.outputs == 300

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
-from quantkit.runtime.memory import MemoryPlan, available_memory, plan_memory, weight_bytes
-from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device.memory import MemoryPlan, available_memory, plan_memory, weight_bytes
+from quantkit.runtime.model.config import ModelConfig, read_model_config
 
 GENEROUS = 1 << 40
 WEIGHTS = 5_000_000

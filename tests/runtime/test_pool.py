@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantkit.runtime.pool import PADDING_PAGE, PagePool, page_digest
+from quantkit.runtime.engine.page_pool import PADDING_PAGE, PagePool, page_digest
 
 
 def pool_of(usable: int, share_prefixes: bool = True) -> PagePool:

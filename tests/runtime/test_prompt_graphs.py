@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from quantkit.runtime import prompt_graphs
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.device import prompt_graphs
+from quantkit.runtime.device.prompt_graphs import TOKENS, PromptGraphs, PromptKey
+from quantkit.runtime.device.step_inputs import StepInputs
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.prompt_graphs import TOKENS, PromptGraphs, PromptKey
-from quantkit.runtime.step_inputs import StepInputs
 
 
 class Replayed:

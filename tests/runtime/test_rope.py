@@ -9,8 +9,8 @@ import transformers
 
 from quantkit.arch import FAMILIES
 from quantkit.errors import InputError
-from quantkit.runtime.model_config import read_model_config
-from quantkit.runtime.rope import rope_tables
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.rope import rope_tables
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.runtime.ops import ops_for
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.sampler import Sampler, Samples
-from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.model.ops import ops_for
+from quantkit.runtime.sampling.sampler import Sampler, Samples
 
 VOCAB = 24
 PLACES = 4

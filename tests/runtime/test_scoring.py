@@ -11,9 +11,9 @@ import quantkit
 from quantkit import load_reference
 from quantkit.arch import FAMILIES
 from quantkit.errors import InputError
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
 

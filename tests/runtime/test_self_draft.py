@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.bundled import HELDOUT_TEXT
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
 
 PROMPTS = [HELDOUT_TEXT.read_text(encoding="utf-8")[at : at + 150] for at in range(0, 2000, 500)]
 # No LLM.int8 here: which columns it leaves in 16 bit depends on all tokens of a step, with guesses or without.

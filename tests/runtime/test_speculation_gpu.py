@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quantkit.bundled import HELDOUT_TEXT
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.drafters.draft_model import ModelDrafter
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.speculation.draft_model import ModelDrafter
 
 pytestmark = pytest.mark.gpu
 

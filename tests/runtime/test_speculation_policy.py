@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.runner import Launched, Outcome, Sampled
-from quantkit.runtime.sampler import Samples
-from quantkit.runtime.sequence import Sequence
-from quantkit.runtime.speculation import speculation as module
-from quantkit.runtime.speculation.costs import Costs
-from quantkit.runtime.speculation.ngram import NgramDrafter
-from quantkit.runtime.speculation.policy import Policy
-from quantkit.runtime.speculation.speculation import Speculation
-from quantkit.runtime.step_plan import Share, StepPlan
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.device.runner import Launched, Outcome, Sampled
+from quantkit.runtime.drafters.ngram import NgramDrafter
+from quantkit.runtime.engine import speculation as module
+from quantkit.runtime.engine.speculation import Speculation
+from quantkit.runtime.engine.speculation_policy import Policy
+from quantkit.runtime.engine.step_costs import Costs
+from quantkit.runtime.sampling.sampler import Samples
 
 
 def sequences(count: int) -> list[Sequence]:

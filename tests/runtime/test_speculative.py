@@ -14,14 +14,14 @@ import pytest
 
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.errors import InputError
-from quantkit.runtime.engine import Engine, Request
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.drafters import draft_model
+from quantkit.runtime.drafters.draft_loop import DraftLoop
+from quantkit.runtime.drafters.ngram import NgramDrafter
+from quantkit.runtime.engine.engine import Engine, Request
+from quantkit.runtime.engine.speculation import SpeculativeOptions
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.sequence import Sequence
-from quantkit.runtime.speculation import draft_model
-from quantkit.runtime.speculation.draft_loop import DraftLoop
-from quantkit.runtime.speculation.ngram import NgramDrafter
-from quantkit.runtime.speculation.speculation import SpeculativeOptions
 from quantkit.sources import model_folder
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.reference import sampling
-from quantkit.runtime.ops import ops_for
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.rejection import Proposed
-from quantkit.runtime.runner import Launched, Outcome, Runner
-from quantkit.runtime.sampler import Sampler
-from quantkit.runtime.sequence import Sequence
-from quantkit.runtime.step_plan import Share, StepPlan
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.device.runner import Launched, Outcome, Runner
+from quantkit.runtime.model.ops import ops_for
+from quantkit.runtime.sampling.rejection import Proposed
+from quantkit.runtime.sampling.sampler import Sampler
 
 CHAIN = torch.tensor([[2.0, 1.0, 0.2, -1.0, 0.0], [0.0, 0.0, 1.5, 1.0, -2.0], [1.0, -1.0, 0.5, 0.3, 0.2],
                       [0.1, 0.2, 0.3, 0.4, 0.5], [-1.0, 2.0, 0.0, 0.0, 1.0]])  # fmt: skip

@@ -9,9 +9,9 @@ import sys
 import torch
 
 from quantkit.eval.shapes import PLAIN_SHAPES
-from quantkit.runtime.model_config import read_model_config
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.rope import rope_tables
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.model.rope import rope_tables
 from quantkit.runtime.startup import start_engine
 
 start_engine("demo", EngineOptions(device="cpu"), text=False)

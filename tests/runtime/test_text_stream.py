@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import quantkit
-from quantkit.runtime.text_stream import LONGEST_WINDOW, TextStream
+from quantkit.runtime.output.detokenizer import LONGEST_WINDOW, TextStream
 
 BYTE_LETTERS = bytes_to_unicode()  # how byte-level vocabularies spell each byte
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

@@ -3,10 +3,10 @@
 import pytest
 
 from quantkit.kernels.linear.dispatch import BUCKETS
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.graphs import graph_sizes
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.device.decode_graphs import graph_sizes
+from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.warm_up import sizes_to_capture, token_counts, warm_up
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import InputError, QuantkitError, StorageError
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.startup import start_engine
 
 CONTEXT = 128

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.runtime.layers import Weights
-from quantkit.runtime.loading import load_weights
-from quantkit.runtime.model import Batch, Decoder, KvCache
-from quantkit.runtime.model_config import read_model_config
-from quantkit.runtime.ops import ops_for
-from quantkit.runtime.parallel.group import Alone, Group, TorchGroup
-from quantkit.runtime.parallel.ranks import Ranks, check_parallel, local_config
-from quantkit.runtime.rope import rope_tables
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.layers import Weights
+from quantkit.runtime.model.loading import load_weights
+from quantkit.runtime.model.ops import ops_for
+from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
+from quantkit.runtime.model.rope import rope_tables
+from quantkit.runtime.model.tensor_group import Alone, Group, TorchGroup
 
 PAGE, PAGES = 16, 4  # tokens in a page, pages of a sequence
 TOKENS = 6  # in an answer

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.runtime.loading import load_blocks
-from quantkit.runtime.model_config import read_model_config
-from quantkit.runtime.parallel.ranks import Ranks
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.loading import load_blocks
+from quantkit.runtime.model.ranks import Ranks
 
 NOTHING = 0  # PROT_NONE
 libc = ctypes.CDLL(None, use_errno=True)

@@ -18,9 +18,9 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtFloat8, CtPacked, Format, Gptq, LlmInt8, Nf4, dialect_of
 from quantkit.recipe import load_recipe
-from quantkit.runtime.model_config import ModelConfig, read_model_config
-from quantkit.runtime.parallel.cut import Share, pieces, share_of_block
-from quantkit.runtime.parallel.ranks import Ranks, check_parallel, local_config
+from quantkit.runtime.model.config import ModelConfig, read_model_config
+from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
+from quantkit.runtime.model.shards import Share, pieces, share_of_block
 from quantkit.sources import model_folder
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, Gptq, Index, LlmInt8, Nf4
-from quantkit.kernels.linear.eight_bit import pack as pack_eight_bit
+from quantkit.kernels.linear.eight_bit.weight import pack as pack_eight_bit
 from quantkit.kernels.linear.op import run
-from quantkit.kernels.linear.packed import pack as pack_packed
+from quantkit.kernels.linear.weight_only.packed import pack as pack_packed
 from quantkit.kernels.reference import linear as reference
 
 pytestmark = pytest.mark.kernel

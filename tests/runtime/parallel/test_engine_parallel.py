@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.guides import GuideCompiler, GuideSpec
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.rank_memory import rank_weight_bytes, resident_bytes
-from quantkit.runtime.parallel.ranks import Ranks
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.sampling.structured_output import GuideCompiler, GuideSpec
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
 
@@ -257,8 +257,8 @@ def test_more_micro_batches_than_stages(alone: Callable[[str], Alone], start: Ca
 def test_shares_add_up() -> None:
     """Of the stages without tensor ranks: nothing twice, nothing missing. Headers are enough."""
     from quantkit.checkpoint import Checkpoint
-    from quantkit.runtime.memory import weight_bytes
-    from quantkit.runtime.model_config import read_model_config
+    from quantkit.runtime.device.memory import weight_bytes
+    from quantkit.runtime.model.config import read_model_config
     from quantkit.sources import model_folder
 
     checkpoint = Checkpoint(model_folder("demo"))

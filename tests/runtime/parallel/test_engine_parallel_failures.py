@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import InputError, QuantkitError
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.parallel.launcher import Job, LocalWorkers
-from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.server.answering import EngineDied
 from quantkit.runtime.server.engine_client import EngineClient
 from quantkit.runtime.startup import start_engine
@@ -161,8 +161,8 @@ def test_forgetting_an_engine_ends_its_ranks(tiny_model: Path) -> None:
 
 SCRIPT = """
 import sys
-from quantkit.runtime.options import EngineOptions
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.parallel.launcher import LocalWorkers
 from quantkit.runtime.startup import start_engine
 

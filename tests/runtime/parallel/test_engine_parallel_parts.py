@@ -10,14 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.errors import QuantkitError
-from quantkit.runtime.model import Batch
-from quantkit.runtime.model_part import BusyClock, PageMoves
-from quantkit.runtime.options import EngineOptions
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import Sequence as Continuation
+from quantkit.runtime.device.model_part import BusyClock, PageMoves
+from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.engine.page_pool import PagePool
+from quantkit.runtime.engine.scheduler import Limits, Scheduler
+from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.channel import Channel, Kind, pack, unpack
+from quantkit.runtime.parallel.coordinator import Lead
+from quantkit.runtime.parallel.crew import bubble
 from quantkit.runtime.parallel.launcher import Address, Job
-from quantkit.runtime.parallel.lead import Lead
-from quantkit.runtime.parallel.ranks import Ranks
-from quantkit.runtime.parallel.start import bubble
 from quantkit.runtime.parallel.step_message import (
     Step,
     batch_from_lists,
@@ -25,11 +30,6 @@ from quantkit.runtime.parallel.step_message import (
     moves_from_lists,
     moves_to_lists,
 )
-from quantkit.runtime.params import SamplingParams
-from quantkit.runtime.pool import PagePool
-from quantkit.runtime.scheduler import Limits, Scheduler
-from quantkit.runtime.sequence import Sequence as Continuation
-from quantkit.runtime.step_inputs import StepInputs
 
 numbers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5)
 pages = st.lists(st.integers(1, 9), max_size=3)

@@ -24,8 +24,8 @@ from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Gptq
 from quantkit.recipe import load_recipe
-from quantkit.runtime.model import Batch
-from quantkit.runtime.parallel.ranks import Ranks
+from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.ranks import Ranks
 
 SCRIPT = Path(__file__).with_name("decoder_rank.py")
 FEW = Calibration(samples=2, seq_len=64)

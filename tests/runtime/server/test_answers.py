@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.runtime.engine import Delta
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Delta
 from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.answers import Answers, Piece
 from quantkit.runtime.startup import load_tokenizer

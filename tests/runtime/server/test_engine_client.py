@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.params import SamplingParams
 from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.engine_client import EngineClient
 
@@ -144,7 +144,7 @@ def test_the_engine_ends_when_its_server_is_killed() -> None:
     """No orphan stays behind, even amid an answer."""
     code = """
 import asyncio, os, signal
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.server.engine_client import EngineClient
 
 async def main():

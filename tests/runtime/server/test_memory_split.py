@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.runtime.memory import MemoryPlan
+from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.server.memory_split import GPU_PROCESS, Need, as_table, split_memory
 from quantkit.runtime.server.planning import Wanted, make_plan, plan_engines
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from quantkit.errors import InputError, StorageError
 from quantkit.formats.base import DTYPES
-from quantkit.runtime.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.server.config_file import parse_api_keys, read_api_keys, read_config
 from quantkit.runtime.server.logs import log_event, setup_logging
 from quantkit.runtime.server.settings import ENGINE_OPTIONS, FLAGS, ServerSettings, load_settings

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import quantkit
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("engine-process")
 NAMES = ("large", "small", "packed")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.server.engine_client import EngineClient
 from quantkit.runtime.server.shadow import ShadowNumbers, ShadowWatch, compare, divergence_of, repeats
 

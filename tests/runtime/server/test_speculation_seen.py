@@ -8,8 +8,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quantkit.runtime.engine import Delta
-from quantkit.runtime.params import SamplingParams
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.engine.engine import Delta
 from quantkit.runtime.server.answering import Answering
 from quantkit.runtime.server.answers import Answers
 from quantkit.runtime.startup import load_tokenizer

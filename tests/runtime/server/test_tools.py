@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import quantkit
 from quantkit.errors import InputError
-from quantkit.runtime.guides import Guide, GuideCompiler
+from quantkit.runtime.sampling.structured_output import Guide, GuideCompiler
 from quantkit.runtime.server.tool_parsers import ToolCall, gathered, tool_parser
 from quantkit.runtime.server.tool_syntaxes import SYNTAXES
 from quantkit.runtime.server.tools import (

@@ -1,0 +1,107 @@
+"""A packed weight written out in 16 bit, for products with many tokens that a plain matmul does best.
+
+Layout   weight as in `packed.py` -> [outputs, inputs] bfloat16 or float16; under act-order the columns are in the
+         kernel's order, to be multiplied with x[:, weight.order]
+Meaning  `QuantizedWeight.dequantize`; NF4 and FP4 values are rounded to 16 bit before they are scaled
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check_same_device, check_shape
+from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly
+from quantkit.kernels.linear.weight_only.packed import PackedWeight
+from quantkit.kernels.linear.weight_only.unpack import (
+    decode_slabs,
+    load_offset,
+    load_scales,
+    load_zeros,
+    operand,
+    to_half,
+)
+
+NAME = "dequantize"
+_ROWS = 64  # outputs per program
+
+
+@triton.jit
+def _dequantize(
+    words,
+    high,
+    scales,
+    zeros,
+    nested,
+    nested_table,
+    nested_scales,
+    nested_offsets,
+    table,
+    out,
+    outputs,
+    inputs,
+    rows,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    NESTED_EVERY: tl.constexpr,
+    ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    width: tl.constexpr = GROUP if GROUP < 128 else 128
+    column = tl.arange(0, width)
+    place = (chunk * rows + row[:, None]) * 16 + tl.arange(0, 16)[None, :]
+    packed = tl.load(words + place, eviction_policy="evict_first")
+    above = packed
+    if KIND == "int3" or KIND == "int8":
+        above = tl.load(high + place, eviction_policy="evict_first")
+    origins = load_zeros(zeros, chunk, row, rows, GROUP, ONE_GROUP, HAS_ZEROS)
+    slabs = decode_slabs(packed, above, origins, table, KIND, MIDDLE, DTYPE, ASM, CONSTRAINTS, INTERPRET)
+    groups = 1 if ONE_GROUP else inputs // GROUP
+    nested_offset = load_offset(nested_offsets, tl.program_id(1) * ROWS, ROWS, NESTED_EVERY)
+    factors = load_scales(nested if NESTED_EVERY > 0 else scales, nested_table, nested_scales, nested_offset, chunk,
+                          row, rows, groups, GROUP, ONE_GROUP, NESTED_EVERY)  # fmt: skip
+    for part in tl.static_range(128 // width):
+        value = operand(slabs, part, width, ROWS).to(tl.float32)
+        at = chunk * 128 + part * width + column
+        tl.store(
+            out + row.to(tl.int64)[:, None] * inputs + at[None, :],
+            to_half(value * factors[part][:, None], DTYPE, INTERPRET),
+            mask=(row < outputs)[:, None] & (at < inputs)[None, :],
+        )
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None) -> Tensor:
+    """The weight [outputs, inputs] in 16 bit, columns in the kernel's order."""
+    shape = (weight.outputs, weight.inputs)
+    result = torch.empty(shape, dtype=dtype, device=weight.device) if out is None else out
+    check_dtype(NAME, "out", result, HALVES)
+    check_shape(NAME, "out", result, shape)
+    check_contiguous(NAME, "out", result)
+    check_same_device(NAME, weight=weight.words, out=result)
+    text, constraints = assembly(weight.kind, PTX[result.dtype], weight.table_values, weight.zero_points)
+    _dequantize[(weight.chunks, weight.rows // _ROWS)](
+        *weight.arguments(),
+        result,
+        weight.outputs,
+        weight.inputs,
+        weight.rows,
+        **weight.constants(),
+        MIDDLE=weight.middle,
+        ASM=text,
+        CONSTRAINTS=constraints,
+        DTYPE=TRITON[result.dtype],
+        INTERPRET=triton.knobs.runtime.interpret,
+        ROWS=_ROWS,
+        num_warps=4,
+    )
+    return result

@@ -1,0 +1,87 @@
+"""What one step computes, as the scheduler decides it and the runner does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from quantkit.runtime.core.sequence import Sequence
+
+MOST_GUESSES = 16  # in one step, for one sequence
+FROM_PLACE = -1  # instead of a token that has not come back from the device: it is in the sequence's place there
+
+
+def guess_in_place(number: int) -> int:
+    """Instead of a guess that only the device knows, the first of which has the number 0."""
+    return FROM_PLACE - 1 - number
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one sequence in a step: `count` tokens from position `start`; the last one's successor is sampled
+    where `samples` is set. The last ones may be a `draft`: guesses, behind each of which a token is sampled too.
+
+    The guesses follow each other, or are the nodes of a tree: then `parents` has, for each of them, the number of the
+    guess in front of it, which comes before it, or -1 for those right behind the known tokens.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    draft: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def way_to(self, node: int) -> list[int]:
+        """The guesses from the first one to this, by number."""
+        if not self.parents:
+            return list(range(node + 1))
+        way: list[int] = []
+        while node >= 0:
+            way.append(node)
+            node = self.parents[node]
+        return way[::-1]
+
+    def guesses_before_rows(self) -> list[tuple[int, ...]]:
+        """Of the row of the last known token and of each guess: the guesses up to it."""
+        return [(), *(tuple(self.draft[at] for at in self.way_to(node)) for node in range(len(self.draft)))]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step computes. Pages are moved first: out to the host, back from it, then copies."""
+
+    shares: list[Share]
+    copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
+    preempted: list[Sequence] = field(default_factory=list)
+    swap_out: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # these pages to host memory
+    swap_in: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # into these pages
+    coins: list[bool] = field(default_factory=list)  # for benchmarks, of each sampled row: its guess counts as right
+    proposals: dict[int, Tensor] = field(default_factory=dict)  # sequence -> logits its guesses were drawn from
+
+    def settled(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that earlier steps computed."""
+        for share in self.shares:
+            if share.sequence is sequence:
+                return share.start
+        return sequence.computed
+
+    @property
+    def tokens(self) -> int:
+        return sum(share.count for share in self.shares)
+
+    def straighten(self) -> None:
+        """Trees become chains of the same length: beside prompts, attention knows no trees."""
+        for place, share in enumerate(self.shares):
+            if share.parents:
+                self.shares[place] = replace(share, parents=())
+
+    @property
+    def has_trees(self) -> bool:
+        return any(share.parents for share in self.shares)
+
+    @property
+    def answers_only(self) -> bool:
+        """Whether every share is the last known token of a sequence, and guesses behind it."""
+        return all(share.samples and share.count == 1 + len(share.draft) for share in self.shares)

@@ -1,0 +1,100 @@
+"""Cache, tables, decoder and places around loaded weights: what a process needs to compute its part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quantkit.arch import Config
+from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.device.decode_graphs import StepGraphs
+from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.memory import MemoryPlan
+from quantkit.runtime.device.model_part import ModelPart
+from quantkit.runtime.device.prompt_graphs import PromptGraphs
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.decoder import Decoder, KvCache
+from quantkit.runtime.model.layers import Weights
+from quantkit.runtime.model.ops import ops_for
+from quantkit.runtime.model.ranks import Ranks
+from quantkit.runtime.model.rope import rope_tables
+from quantkit.runtime.model.tensor_group import Alone, Group
+
+MakeGraphs = Callable[[Decoder, KvCache, Places], StepGraphs]
+
+
+def make_part(
+    raw: Config,
+    config: ModelConfig,
+    weights: Weights,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    *,
+    group: Group = Alone(),  # noqa: B008  (has no state)
+    ranks: Ranks = Ranks(),  # noqa: B008
+    make_graphs: MakeGraphs | None = None,
+) -> ModelPart:
+    """`config` is this rank's own; `make_graphs` where steps may be CUDA graphs."""
+    cache = allocate_cache(config, plan, dtype, options)
+    decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
+    places = Places(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
+    if make_graphs is None or not options.graphs or options.torch_device.type != "cuda":
+        return ModelPart(decoder, cache, places)
+    graphs = make_graphs(decoder, cache, places)
+    alone = ranks == Ranks()  # others would have to make the same graphs at the same time
+    return ModelPart(
+        decoder, cache, places, graphs, PromptGraphs(decoder, cache, places, graphs.pool) if alone else None
+    )
+
+
+def make_decoder(
+    raw: Config,
+    config: ModelConfig,
+    weights: Weights,
+    max_context: int,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    group: Group = Alone(),  # noqa: B008
+    ranks: Ranks = Ranks(),  # noqa: B008
+) -> Decoder:
+    device = options.torch_device
+    tables = rope_tables(raw, config, max_context, device)
+    return Decoder(config, weights, tables, ops_for(device, dtype), attention_scratch(config, options), group, ranks)
+
+
+def allocate_cache(config: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, options: EngineOptions) -> KvCache:
+    """Page 0 must hold numbers: padding reads it."""
+    kept = KV_DTYPES[options.kv_dtype] or dtype
+    shape = (config.layers, 2, plan.pages, config.kv_heads, plan.page_size, config.head_dim)
+    device = options.torch_device
+    pages = torch.empty(shape, dtype=kept, device=device)
+    pages.view(torch.uint8)[:, :, 0] = 0
+    scale = torch.ones(config.kv_heads, device=device) if kept != dtype else None
+    return KvCache(pages, scale)
+
+
+def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
+    if options.torch_device.type != "cuda":
+        return None
+    from quantkit.kernels.attention.attend import make_scratch
+
+    return make_scratch(
+        options.torch_device,
+        sequences=options.sequences + 1,  # prompts have one more in their graphs
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_queries=options.budget,
+    )
+
+
+def check_kernels(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> None:
+    """Refuses models whose attention has no kernel, before anything is loaded."""
+    if options.torch_device.type != "cuda":
+        return
+    from quantkit.kernels.attention.cache import CacheLayout
+
+    CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)

@@ -1,0 +1,218 @@
+"""CUDA graphs of steps that only answer: one for each padded number of sequences and of new tokens in each of them,
+captured when it is first needed.
+
+Such a step has the same kernels every time; only numbers change. They are copied into a fixed buffer, and one launch
+replays all kernels of all layers. A sequence with fewer new tokens than the graph has its padding in front: those rows
+see what is there, and what they write goes to the padding page. Trees of guesses have graphs of their own. The graphs
+share one pool of memory, and the hidden states they leave are taken before the next one runs. Each is timed when it is
+made: speculation asks what a step costs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.core.step_plan import MOST_GUESSES
+from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, MOST_GUESSES)  # that a graph is made for; others are padded
+_NEW_TOKENS = (1, *(1 + length for length in DRAFT_LENGTHS))
+_MOST_TOKENS = 512  # of a graph with guesses; larger steps are not bound by launches
+_ASKED_OFTEN = 8  # steps
+_REPLAYS = 3  # that are timed
+_PADDED_CONTEXT = 1  # a first token, in page 0
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    sequences: int
+    new: int  # tokens of each
+    tree: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.new
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Padded batch sizes: fine steps where a row costs most."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 1025, 32)]
+    return [*(size for size in steps if size < most), most]
+
+
+def capture_graph(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    step()  # compiles kernels and sets libraries up, which a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    return graph
+
+
+def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAGraph, float]:
+    """The graph of a function, and the seconds that a replay takes."""
+    graph = capture_graph(step, pool)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(_REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return graph, begin.elapsed_time(end) / 1000 / _REPLAYS
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Of the rows behind which a token is sampled: hidden states, token ids, places and positions."""
+
+    hidden: Tensor
+    ids: Tensor
+    places: Tensor
+    positions: Tensor
+
+
+class StepGraphs:
+    def __init__(self, decoder: Decoder, cache: KvCache, places: Places) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._places = places
+        self.sizes = graph_sizes(places.count)
+        device, rows = places.device, max(self.sizes[-1], _MOST_TOKENS)
+        dtype = decoder.weights.embedding.dtype
+        self._numbers = torch.zeros(4 * rows + 2 * self.sizes[-1] + 8, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(rows, decoder.config.hidden, dtype=dtype, device=device)
+        self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._steps = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._asked: Counter[Key] = Counter()
+        self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.seconds: dict[tuple[int, int], float] = {}  # of sequences with so many new tokens
+
+    def takes(self, sequences: int, queries: int = 1, tree: bool = False) -> bool:
+        if not 0 < sequences <= self.sizes[-1] or queries > _NEW_TOKENS[-1]:
+            return False
+        key = self._padded(sequences, queries, tree)
+        return key.new == 1 or key.tokens <= _MOST_TOKENS
+
+    def _padded(self, sequences: int, queries: int, tree: bool) -> Key:
+        """Trees are not padded: attention takes just as many nodes as a tile has rows."""
+        size = self.sizes[bisect_left(self.sizes, sequences)]
+        return Key(size, queries if tree else _NEW_TOKENS[bisect_left(_NEW_TOKENS, queries)], tree)
+
+    def prepare(self, sequences: int, queries: int = 1, tree: bool = False) -> Key:
+        """The padded sizes for a step, whose graph is there afterwards.
+
+        A capture takes as long as several steps, longer where kernels must be compiled. A size that is new takes the
+        next larger graph instead until it has been asked for often: batches that are just draining pass each size once.
+        """
+        key = self._padded(sequences, queries, tree)
+        if key in self._graphs:
+            return key
+        self._asked[key] += 1
+        alike = (known for known in self._graphs if (known.new, known.tree) == (key.new, key.tree))
+        larger = min((known for known in alike if known.sequences > key.sequences), default=None)
+        if larger is not None and self._asked[key] <= _ASKED_OFTEN:
+            return larger
+        self.capture(key)
+        return key
+
+    def run(self, inputs: StepInputs) -> Answered:
+        """Every token of the step is one behind which a token is sampled."""
+        counts = inputs.counts
+        key = self.prepare(len(counts), max(counts), bool(inputs.ancestors))
+        numbers = _padded_numbers(inputs, counts, key, self._places.padding)
+        fixed, queries = len(numbers), key.new
+        rows = [sequence * queries + queries - count + new for sequence, count in enumerate(counts)
+                for new in range(count)]  # fmt: skip
+        host = torch.tensor(numbers + (rows if queries > 1 else []), dtype=torch.int64).pin_memory()
+        sent = host.to(self._places.device, non_blocking=True)
+        self._numbers[:fixed].copy_(sent[:fixed])
+        self._graphs[key].replay()
+        _, positions, _, _, places, _ = self._columns(key)
+        if queries == 1:
+            return Answered(self._hidden[: len(counts)], self._ids[: len(counts)], places[: len(counts)],
+                            positions[: len(counts)])  # fmt: skip
+        at = sent[fixed:]
+        return Answered(self._hidden[at], self._ids[at], places[at // queries], positions[at])
+
+    def _columns(self, key: Key) -> tuple[Tensor, ...]:
+        """Views of the buffer, each of which begins on 16 bytes: ids, positions, slots, ancestors; places, contexts."""
+        lengths = [key.tokens] * 3 + [key.tokens * key.tree] + [key.sequences] * 2
+        views, start = [], 0
+        for length in lengths:
+            views.append(self._numbers[start : start + length])
+            start += length + length % 2
+        return tuple(views)
+
+    def capture(self, key: Key) -> None:
+        """Makes the graph of a size, unless it is there."""
+        if key in self._graphs:
+            return
+        for column, filler in zip(self._columns(key), _padding(self._places.padding), strict=True):
+            column.fill_(filler)
+        graph, seconds = timed_capture(lambda: self._step(key), self.pool)
+        self._graphs[key] = graph
+        self.seconds[key.sequences, key.new] = seconds
+
+    def _step(self, key: Key) -> None:
+        ids, positions, slots, ancestors, places, contexts = self._columns(key)
+        owners = places if key.new == 1 else places.repeat_interleave(key.new, output_size=key.tokens)
+        self._ids[: key.tokens].copy_(self._places.resolve(ids, owners))
+        batch = Batch(
+            ids=self._ids[: key.tokens],
+            positions=positions,
+            slots=slots,
+            page_table=self._places.page_table[places],
+            context_lengths=contexts.int(),
+            query_starts=self._steps[: key.tokens + 1 : key.new].contiguous(),
+            max_queries=key.new,
+            ancestors=ancestors if key.tree else None,
+        )
+        self._hidden[: key.tokens].copy_(self._decoder.hidden_states(batch, self._cache))
+
+
+def _padding(place: int) -> tuple[int, ...]:
+    return (0, 0, 0, 0, place, _PADDED_CONTEXT)
+
+
+def _padded_numbers(inputs: StepInputs, counts: list[int], key: Key, nobody: int) -> list[int]:
+    """Ids, positions, slots and ancestors with padding in front of each sequence's, then places and contexts."""
+    missing = key.sequences - len(counts)
+    columns: list[list[int]] = []
+    for column in (inputs.ids, inputs.positions, inputs.slots):
+        padded = _spread(column, inputs.starts, counts, key.new)
+        columns.append([*padded, *[0] * (missing * key.new)])
+    columns.append([*_seen_behind_padding(inputs, counts, key.new), *[0] * (missing * key.new)] if key.tree else [])
+    columns.append([*inputs.places, *[nobody] * missing])
+    columns.append([*inputs.contexts, *[_PADDED_CONTEXT] * missing])
+    return [number for column in columns for number in (*column, *[0] * (len(column) % 2))]
+
+
+def _spread(column: list[int], starts: list[int], counts: list[int], new: int) -> list[int]:
+    if new == 1:
+        return column
+    spread: list[int] = []
+    for start, count in zip(starts, counts, strict=False):
+        spread += [0] * (new - count)
+        spread += column[start : start + count]
+    return spread
+
+
+def _seen_behind_padding(inputs: StepInputs, counts: list[int], new: int) -> list[int]:
+    """Where padding stands, attention looks for new tokens; real rows see there the old ones that they are."""
+    seen: list[int] = []
+    for start, count in zip(inputs.starts, counts, strict=False):
+        padding = new - count
+        seen += [0] * padding
+        seen += [(bits << padding) | ((1 << padding) - 1) for bits in inputs.ancestors[start : start + count]]
+    return seen

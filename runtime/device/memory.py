@@ -1,0 +1,177 @@
+"""Where memory goes, before anything is loaded: weights, room to compute, and what is left for the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.device.prompt_graphs import TOKENS
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.wording import human_bytes
+
+_CPU_CACHE = 2 << 30  # bytes; a laptop has other things to do
+_LIBRARIES = 512 << 20  # what CUDA, cuBLAS and compiled kernels take beside torch's own memory
+_PROMPT_ROWS = 512  # rows of logits at once, for log-probabilities of prompts
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one device."""
+
+    available: int  # what quantkit may use
+    weights: int
+    activations: int
+    graphs: int
+    page_bytes: int
+    page_size: int
+    pages: int  # the padding page included
+    max_context: int
+    draft_page_bytes: int = 0  # of a draft model's cache, which has as many pages
+
+    @property
+    def cache(self) -> int:
+        return self.pages * (self.page_bytes + self.draft_page_bytes)
+
+    @property
+    def kv_tokens(self) -> int:
+        return (self.pages - 1) * self.page_size
+
+    def describe(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            f"cache for {self.kv_tokens:,} tokens": self.cache,
+        }
+        listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items() if size)
+        return f"{human_bytes(self.available)} of memory: {listed}; contexts up to {self.max_context:,} tokens"
+
+
+def plan_memory(
+    config: ModelConfig,
+    weights: int,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    available: int | None = None,
+    draft: ModelConfig | None = None,
+) -> MemoryPlan:
+    """The plan for a model (and its draft) of so many bytes; raises InputError, naming the flags to change, where it
+    does not fit."""
+    device = options.torch_device
+    if available is None:
+        available = available_memory(device, options.memory_share)
+    page_bytes = _page_bytes(config, dtype, options)
+    context = min(options.max_context or config.max_positions, config.max_positions)
+    if options.max_context is not None and options.max_context > config.max_positions:
+        raise InputError(
+            f"max_context is {options.max_context}, but the model was made for {config.max_positions} positions"
+        )
+    plan = MemoryPlan(
+        available=available,
+        weights=weights,
+        activations=_activation_bytes(config, dtype, options),
+        graphs=_graph_bytes(config, dtype, options) if device.type == "cuda" and options.graphs else 0,
+        page_bytes=page_bytes,
+        page_size=options.page_size,
+        pages=0,
+        max_context=context,
+        draft_page_bytes=0 if draft is None else _page_bytes(draft, dtype, options),
+    )
+    left = available - plan.weights - plan.activations - plan.graphs
+    return _with_pages(plan, left, device, options)
+
+
+def refine_plan(
+    plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: ModelConfig | None = None
+) -> MemoryPlan:
+    """The plan once more, with what the weights really took."""
+    device = options.torch_device
+    if device.type != "cuda":
+        return plan
+    torch.cuda.empty_cache()
+    left = available_memory(device, options.memory_share)
+    return plan_memory(config, plan.weights, dtype, options, available=left + plan.weights, draft=draft)
+
+
+def _with_pages(plan: MemoryPlan, left: int, device: torch.device, options: EngineOptions) -> MemoryPlan:
+    page_bytes = plan.page_bytes + plan.draft_page_bytes
+    fits = max(0, left // page_bytes)
+    wanted = fits
+    useful = -(-plan.max_context // plan.page_size) * options.sequences + 1
+    if options.kv_tokens is not None:
+        wanted = -(-options.kv_tokens // plan.page_size) + 1
+    elif device.type == "cpu":
+        wanted = min(fits, max(_CPU_CACHE // page_bytes, -(-plan.max_context // plan.page_size) + 1))
+    pages = min(wanted, useful) if options.kv_tokens is None else wanted
+    if pages > fits or fits < 2:
+        raise InputError(
+            f"the model does not fit: {_shortage(plan, pages, fits)}. "
+            "Lower --max-context, --kv-tokens, --max-sequences or --step-tokens, use --kv-dtype fp8, raise "
+            "--memory-share, or quantize to fewer bits"
+        )
+    reach = (pages - 1) * plan.page_size
+    if plan.max_context > reach and options.max_context is not None:
+        raise InputError(
+            f"the cache holds {reach:,} tokens, fewer than max_context {plan.max_context:,}; lower --max-context, use "
+            "--kv-dtype fp8, or raise --memory-share or --kv-tokens"
+        )
+    return replace(plan, pages=pages, max_context=min(plan.max_context, reach))
+
+
+def _shortage(plan: MemoryPlan, pages: int, fits: int) -> str:
+    fixed = plan.weights + plan.activations + plan.graphs
+    return (
+        f"weights {human_bytes(plan.weights)}, activations {human_bytes(plan.activations)} and graphs "
+        f"{human_bytes(plan.graphs)} leave {human_bytes(max(0, plan.available - fixed))} of "
+        f"{human_bytes(plan.available)} for a cache of {human_bytes(max(pages, 2) * plan.page_bytes)}"
+    )
+
+
+def available_memory(device: torch.device, share: float) -> int:
+    """Bytes that quantkit may use: its share of the device, less what others hold."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(min(free, free - total * (1 - share))))
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(int(line.split()[1]) * 1024 * share)
+    return 8 << 30
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What the weights take on the device: quantized parts as stored, others in the dtype of the activations."""
+    plain = set(checkpoint.plain_names())
+    total = 0
+    for name, stored in checkpoint.tensors.items():
+        count = torch.Size(stored.info.shape).numel()
+        total += count * dtype.itemsize if name in plain else stored.nbytes
+    return total
+
+
+def _page_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
+    kept = KV_DTYPES[options.kv_dtype] or dtype
+    return 2 * config.layers * config.kv_heads * options.page_size * config.head_dim * kept.itemsize
+
+
+def _activation_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
+    """The most that one step holds at a time, estimated from the sizes of its tensors."""
+    qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
+    width = max(3 * config.intermediate, qkv + 2 * config.heads * config.head_dim) + 3 * config.hidden
+    hidden = options.budget * width * dtype.itemsize
+    decoded = config.hidden * config.intermediate * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
+    logits = max(options.sequences, _PROMPT_ROWS) * config.vocab * (dtype.itemsize + 12)
+    libraries = _LIBRARIES if options.torch_device.type == "cuda" else 0
+    return hidden + decoded + logits + libraries
+
+
+def _graph_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
+    """All graphs share the memory of the largest one."""
+    width = 4 * config.intermediate + 4 * config.hidden + 4 * config.heads * config.head_dim
+    decoded = config.hidden * config.intermediate * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
+    rows = max(options.sequences * 4, TOKENS[-1])
+    return rows * width * dtype.itemsize + decoded + (64 << 20)

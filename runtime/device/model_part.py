@@ -1,0 +1,141 @@
+"""What one process holds of a model and does for a step: its blocks, its cache, the page table.
+
+A process alone holds all of it. With several ranks (`runtime/parallel/`) every one gets the numbers of a step, moves
+its pages and computes its part.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.device.decode_graphs import Answered, StepGraphs
+from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.prompt_graphs import PromptGraphs
+from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+
+
+@dataclass(frozen=True)
+class PageMoves:
+    """Pages that change hands before a step: out to the host, back from the host, copies. In this order, because a page
+    that one gives another may take. Sequences go by their ids; what was kept of the `dropped` ones is not wanted."""
+
+    dropped: list[int] = field(default_factory=list)
+    out: list[tuple[int, list[int]]] = field(default_factory=list)
+    back: list[tuple[int, list[int]]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.out or self.back or self.copies)
+
+
+class BusyClock:
+    """Seconds in which this process computed. Costs nothing while it is off."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = False
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._begin = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> None:
+        if self.on and self._cuda:
+            self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._events[-1][0].record()
+        elif self.on:
+            self._begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self.on and self._cuda:
+            self._events[-1][1].record()
+        elif self.on:
+            self._seconds += time.perf_counter() - self._begin
+
+    def take(self) -> float:
+        """Since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        for begin, end in self._events:
+            end.synchronize()
+            seconds += begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return seconds
+
+
+class ModelPart:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        places: Places,
+        graphs: StepGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.places = places
+        self.graphs = graphs
+        self.prompt_graphs = prompt_graphs
+        self.clock = BusyClock(cache.pages.device)
+        self._on_host: dict[int, Tensor] = {}  # sequence -> its pages
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.pages.device
+
+    @torch.inference_mode()
+    def move(self, moves: PageMoves) -> None:
+        pages = self.cache.pages
+        for sequence in moves.dropped:
+            self._on_host.pop(sequence, None)
+        for sequence, taken in moves.out:
+            self._on_host[sequence] = to_host(pages[:, :, torch.tensor(taken, device=self.device)])
+        for sequence, given in moves.back:
+            kept = self._on_host.pop(sequence)[:, :, : len(given)]  # pages of a draft that was wrong stay behind
+            pages[:, :, torch.tensor(given, device=self.device)] = kept.to(self.device, non_blocking=True)
+        if moves.copies:
+            source, target = (torch.tensor(side, device=self.device) for side in zip(*moves.copies, strict=True))
+            pages[:, :, target] = pages[:, :, source]
+
+    def run(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor | None, Answered]:
+        """What comes behind this part's blocks: of all tokens (None where all are answers), and of the rows behind
+        which a token is sampled. `received` comes from the blocks before, where these are another's."""
+        if self.graphs is not None and self._has_graph(self.graphs, inputs):
+            return None, self.graphs.run(inputs)
+        if self.prompt_graphs is not None and self.prompt_graphs.takes(inputs):
+            return self.prompt_graphs.run(inputs)
+        batch, at, places = self._batch(inputs)
+        every = self.decoder.hidden_states(batch, self.cache, received)
+        return every, Answered(every[at], batch.ids[at], places, batch.positions[at])
+
+    def _has_graph(self, graphs: StepGraphs, inputs: StepInputs) -> bool:
+        answers_only = len(inputs.rows) == len(inputs.ids)
+        return answers_only and graphs.takes(len(inputs.places), inputs.max_queries, bool(inputs.ancestors))
+
+    def _batch(self, inputs: StepInputs) -> tuple[Batch, Tensor, Tensor]:
+        """One copy to the device, then views of it."""
+        tensors = self.places.send(inputs)
+        known = min(inputs.ids) >= 0
+        width = max(-(-max(inputs.contexts) // self.cache.page_size), 1)
+        batch = Batch(
+            ids=tensors.ids if known else self.places.resolve(tensors.ids, tensors.token_places),
+            positions=tensors.positions,
+            slots=tensors.slots,
+            page_table=self.places.page_table[tensors.places, :width],
+            context_lengths=tensors.contexts.int(),
+            query_starts=tensors.starts.int(),
+            max_queries=inputs.max_queries,
+            ancestors=tensors.ancestors if inputs.ancestors else None,
+        )
+        return batch, tensors.rows, tensors.row_places
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Into pinned memory, without waiting."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,274 @@
+"""Runs steps on the device. Nothing here waits for the device but `collect`.
+
+A sequence has a place on the device while it runs: a row of the page table and the last token sampled for it. The next
+step reads that token there, so it can be launched before the host has seen it.
+
+With several ranks this is rank 0: it tells the others each step, computes its own part, and samples. Where steps go
+through several stages, a launched step is on its way until its rows come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.device.decode_graphs import Answered, Key
+from quantkit.runtime.device.keep_path import keep_path
+from quantkit.runtime.device.model_part import ModelPart, PageMoves, to_host
+from quantkit.runtime.device.step_inputs import InputMaker, TableChanges
+from quantkit.runtime.parallel.channel import Kind, Lists
+from quantkit.runtime.parallel.coordinated import LeadDecoder
+from quantkit.runtime.parallel.coordinator import Lead
+from quantkit.runtime.parallel.pipeline import Links, Rows
+from quantkit.runtime.parallel.step_message import Step, moves_to_lists
+from quantkit.runtime.sampling.acceptance import accepted_path, describer, proposed_guesses
+from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs, wants_prompt_logprobs
+from quantkit.runtime.sampling.sampler import Sampler, Samples
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Of the rows behind which a token was sampled, on the device and valid until the next step is launched: the token
+    there, its position, and the one that was sampled."""
+
+    ids: Tensor
+    positions: Tensor
+    sampled: Tensor
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way. Tensors are on the host and filled when `done` has happened."""
+
+    plan: StepPlan
+    sampling: list[Share]
+    samples: Samples
+    verified: Tensor | None  # the tokens of the rows behind which a token was sampled, where guesses are among them
+    prompts: dict[int, PromptLogprobs]  # sequence id -> log-probabilities of the prompt tokens in this step
+    done: torch.cuda.Event | None
+    hidden: Tensor | None = None  # of the rows behind which a token was sampled, on the device, where kept
+    rows: StepRows | None = None  # what the device knows before the host does
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """A step on its way through the stages."""
+
+    plan: StepPlan
+    step: Step
+    rows: Answered  # but for their hidden states
+    back: Rows | None  # None: none of its rows is wanted
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token that came back."""
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back for one sequence: the tokens of its draft that were right, and the one that follows. `path` has
+    the numbers of these guesses."""
+
+    share: Share
+    tokens: list[Sampled]
+    path: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens) - 1
+
+
+class Runner:
+    """Owns what this process has of the model, and with it the places on the device."""
+
+    def __init__(self, part: ModelPart, sampler: Sampler, lead: Lead | None = None, links: Links | None = None) -> None:
+        """`lead` and `links` reach the other ranks, where there are any."""
+        self.part = part
+        self.cache = part.cache
+        self.places = part.places
+        self.graphs = part.graphs
+        self.decoder = part.decoder  # for others: all ranks take part in what it computes
+        self.keeps_hidden = False
+        self._sampler = sampler
+        self._lead = lead
+        self._links = links
+        if lead is not None and links is not None:
+            self.decoder = LeadDecoder(part.decoder, lead, links)
+            part.clock.on = links.ranks.pipeline > 1
+        self._changes = TableChanges(part.places.count, part.places.page_table.shape[1])
+        self._table: tuple[list[int], list[int]] = [], []  # its changes for the step that is prepared
+        self._maker = InputMaker(part.cache.page_size)
+        self._swapped: dict[int, Sequence] = {}  # those with pages in host memory
+
+    @property
+    def device(self) -> torch.device:
+        return self.part.device
+
+    def warm_up(self, sizes: tuple[int, ...]) -> None:
+        """Captures graphs before the first request asks for them."""
+        if self.graphs is not None:
+            for size in sizes:
+                self.graphs.capture(Key(size, 1))
+
+    def warm_up_prompts(self) -> Iterator[int]:
+        """Captures the graphs of prompts, and says how many tokens each has."""
+        if self.part.prompt_graphs is not None:
+            for key in self.part.prompt_graphs.keys:
+                self.part.prompt_graphs.capture(key)
+                yield key.tokens
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Pages are moved, and the device knows who has which; then whoever guesses may do so."""
+        if not plan.answers_only:
+            plan.straighten()
+        moves = self._moves(plan)
+        if moves:
+            self._tell(Kind.MOVES, lambda: moves_to_lists(moves))
+            self.part.move(moves)
+        self._table = self._changes.of(plan)
+        self.places.update_table(*self._table)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched | Travelling:
+        """Queues one step that was prepared."""
+        inputs = self._maker.make(plan)
+        step = Step(inputs, *self._table, every=wants_prompt_logprobs(plan))
+        with self._together():
+            self._tell(Kind.STEP, step.to_lists)
+            if self._links is None or self._links.ranks.pipeline == 1:
+                every, rows = self.part.run(inputs)
+                return self._sample(plan, step, rows, every)
+            with self.part.clock:
+                every, rows = self.part.run(inputs)
+            assert every is not None
+            back = self._links.expect(len(step.rows)) if step.rows else None
+            self._links.send_on(every)
+            return Travelling(plan, step, rows, back)
+
+    @torch.inference_mode()
+    def arrived(self, travelling: Travelling) -> Launched:
+        """Waits until a step has gone through all stages, and samples its tokens."""
+        plan, step, rows = travelling.plan, travelling.step, travelling.rows
+        if travelling.back is None:
+            return self._bring_back(plan, [], Samples(rows.places), None, {}, rows.hidden)
+        with self._together():
+            self._tell(Kind.ROWS, list, first_stage=True)
+            hidden = travelling.back.wait()
+            with self.part.clock:
+                rows = replace(rows, hidden=hidden[step.inputs.rows] if step.every else hidden)
+                return self._sample(plan, step, rows, hidden if step.every else None)
+
+    def _sample(self, plan: StepPlan, step: Step, rows: Answered, every: Tensor | None) -> Launched:
+        """The tokens behind the rows of a step. Where it also asks for prompts, ranks are told of each logits."""
+        prompts: dict[int, PromptLogprobs] = {}
+        if step.every and every is not None:
+            prompts = prompt_logprobs(self.decoder, every, plan, step.inputs.starts)
+        sampling = [share for share in plan.shares if share.samples]
+        if not sampling:
+            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
+        logits = (self.decoder if step.every else self.part.decoder).logits(rows.hidden)
+        if any(share.sequence.finished for share in sampling):  # while the step was on its way: its place is another's
+            alive = [row for row, owner in enumerate(_owners(sampling)) if owner.finished is None]
+            sampling = [share for share in sampling if share.sequence.finished is None]
+            logits, rows = logits[alive], _some_rows(rows, alive)
+        if not sampling:
+            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
+        owners = _owners(sampling)
+        shaped = any(one.guide is not None or one.params.shapes_logits for one in owners)
+        guesses = [before for share in sampling for before in share.guesses_before_rows()] if shaped else None
+        proposed = proposed_guesses(plan, sampling, rows.ids) if plan.proposals else None
+        samples = self._sampler(logits, owners, rows.places, rows.positions, guesses, proposed)
+        self.places.tokens[rows.places, 0] = samples.tokens
+        verified = rows.ids if any(share.draft for share in sampling) else None
+        launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)
+        return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens))
+
+    def collect(self, launched: Launched) -> list[Outcome]:
+        """Waits for a step. A draft holds as far as it is what was sampled behind the tokens before."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        tokens = launched.samples.tokens.tolist()
+        verified = [] if launched.verified is None else launched.verified.tolist()
+        describe = describer(launched.samples)
+        found, row = [], 0
+        for share in launched.sampling:
+            path = accepted_path(share, row, tokens, verified, launched.plan.coins)
+            rows = [row, *(row + 1 + node for node in path)]
+            wanted = share.sequence.params.logprobs
+            sampled = [Sampled(tokens[at], *describe(at, wanted)) for at in rows]
+            found.append(Outcome(share, sampled, tuple(path)))
+            row += len(share.draft) + 1
+        return found
+
+    def keep_paths(self, outcomes: list[Outcome]) -> None:
+        """Keys and values of guesses that were right, from where a tree had them to where the next step looks."""
+        sources: list[int] = []
+        targets: list[int] = []
+        size = self.cache.page_size
+        for outcome in outcomes:
+            share, pages = outcome.share, outcome.share.sequence.pages
+            first = share.start + share.count - len(share.draft)
+            for ahead, node in enumerate(outcome.path):
+                if node != ahead and pages:
+                    sources.append(pages[(first + node) // size] * size + (first + node) % size)
+                    targets.append(pages[(first + ahead) // size] * size + (first + ahead) % size)
+        if sources:
+            self._tell(Kind.KEEP, lambda: [sources, targets])
+            both = self.places.to_device(sources + targets)
+            keep_path(self.cache.pages, *both.chunk(2))
+
+    def _moves(self, plan: StepPlan) -> PageMoves:
+        for sequence, _ in plan.swap_in:
+            sequence.swapped = None
+            del self._swapped[sequence.id]
+        dropped = [number for number, sequence in self._swapped.items() if sequence.swapped is None]
+        for number in dropped:
+            del self._swapped[number]
+        self._swapped |= {sequence.id: sequence for sequence, _ in plan.swap_out}
+        out, back = ([(one.id, pages) for one, pages in moved] for moved in (plan.swap_out, plan.swap_in))
+        return PageMoves(dropped, out, back, plan.copies)
+
+    def _tell(self, kind: Kind, lists: Callable[[], Lists], *, first_stage: bool = False) -> None:
+        if self._lead is not None:
+            self._lead.send(kind, lists(), first_stage=first_stage)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._lead is None else self._lead.guarded()
+
+    def _bring_back(
+        self,
+        plan: StepPlan,
+        sampling: list[Share],
+        samples: Samples,
+        verified: Tensor | None,
+        prompts: dict[int, PromptLogprobs],
+        hidden: Tensor,
+    ) -> Launched:
+        kept = hidden.clone() if self.keeps_hidden else None
+        if self.device.type != "cuda":
+            return Launched(plan, sampling, samples, verified, prompts, None, kept)
+        parts = (samples.tokens, samples.logprobs, samples.top, samples.top_logprobs, verified)
+        *host, ids = (None if part is None else to_host(part) for part in parts)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(plan, sampling, Samples(*host), ids, prompts, done, kept)  # type: ignore[arg-type]
+
+
+def _owners(sampling: list[Share]) -> list[Sequence]:
+    """Of every row behind which a token is sampled."""
+    return [share.sequence for share in sampling for _ in range(len(share.draft) + 1)]
+
+
+def _some_rows(rows: Answered, at: list[int]) -> Answered:
+    return Answered(rows.hidden[at], rows.ids[at], rows.places[at], rows.positions[at])

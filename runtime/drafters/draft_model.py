@@ -1,0 +1,241 @@
+"""A small model with the same tokens guesses what the large one will say.
+
+Its cache has as many pages as the target's, with the same numbers: a sequence's page table serves both, and pages that
+sequences share are shared in both. Before a step, the draft reads what it does not know yet, then guesses token by
+token (`draft_loop.py`). The guesses stay on the device, where the target's step finds them. A page that the draft never
+filled costs guesses, never answers.
+
+Where steps overlap, the guesses for the next step are queued behind the step that is on its way: the device knows what
+it accepted, and the host has pages ready for whatever that is. While the draft guesses, the host looks at the tokens
+and prepares the next step, so nobody waits.
+
+A request with a seed, or a greedy one, is guessed for with the target's own random numbers: where both agree about the
+probabilities they choose the same token, and the answer is that of plain decoding. Other requests are guessed for with
+numbers of their own, and guesses are accepted by what they are worth in both distributions (`sampling/rejection.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantkit.arch import Config
+from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import Share, StepPlan, guess_in_place
+from quantkit.runtime.device.model_part import ModelPart, PageMoves
+from quantkit.runtime.device.prompt_graphs import MOST_TOKENS
+from quantkit.runtime.device.runner import Launched, Outcome
+from quantkit.runtime.device.step_inputs import InputMaker
+from quantkit.runtime.drafters.draft_loop import Behind, DraftLoop, LoopInputs
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.layers import Weights
+from quantkit.runtime.sampling.sampler import settings_of
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft that is not loaded yet."""
+
+    raw: Config
+    config: ModelConfig
+    load: Callable[[Weights], Weights]  # given the target's
+    size: int  # bytes of its weights
+
+
+@dataclass(frozen=True)
+class _Early:
+    """Guesses that were queued behind a step."""
+
+    count: int
+    stay: int  # how often the sequence had been preempted
+    logits: Tensor | None  # [guesses, vocab] that they were drawn from, where they were
+    known: int = 0  # tokens in front of them, when the host knows
+
+
+class ModelDrafter:
+    tree: tuple[int, ...] = ()
+
+    def __init__(self, part: ModelPart, loop: DraftLoop) -> None:
+        self.early = False
+        self._wanted: dict[int, int] = {}  # sequence -> guesses that the policy asked for
+        self._queued: dict[int, _Early] = {}  # sequence -> guesses behind the step that is on its way
+        self._ready: dict[int, _Early] = {}  # the same when that step's results are known
+        self._part = part
+        self._maker = InputMaker(part.cache.page_size)
+        self.loop = loop
+        self._read: dict[int, tuple[int, int]] = {}  # sequence -> tokens in the draft's cache, and which stay that was
+
+    def prepare(self, sequences: int, guesses: int) -> None:
+        prompts = self._part.prompt_graphs
+        if prompts is not None:
+            for key in prompts.keys:
+                prompts.capture(key)
+        if self.loop.sizes and sequences <= self.loop.sizes[-1]:
+            for drawn in (False, True):
+                self.loop.prepare(sequences, guesses, drawn)
+
+    def guess(self, sequence: Sequence, most: int) -> list[int]:
+        """Room for so many; `complete` fills it when the sequence has its pages."""
+        if not sequence.computed:
+            return []
+        self._wanted[sequence.id] = most
+        ready = self._ready.get(sequence.id)
+        if ready is not None and _fits(ready, sequence, len(sequence.tokens)):
+            most = min(most, ready.count)
+        return [guess_in_place(number) for number in range(most)]
+
+    @torch.inference_mode()
+    def complete(self, plan: StepPlan) -> None:
+        """Reads what sequences that speculate compute in this step, and guesses for those that have a draft and no
+        guesses yet."""
+        self._part.move(PageMoves(copies=plan.copies))
+        back = {sequence.id for sequence, _ in plan.swap_in}
+        speculating = [share for share in plan.shares if share.sequence.speculates]
+        chunks = [self._unread(share, share.sequence.id in back) for share in speculating]
+        for reading in _readings([chunk for chunk in chunks if chunk is not None]):
+            self._part.run(self._maker.make(reading))
+        drafted = [(place, share) for place, share in enumerate(plan.shares) if share.draft]
+        late = [(place, share) for place, share in drafted if not self._has_guesses(share)]
+        for _, share in drafted:
+            found = self._ready.get(share.sequence.id)
+            if found is not None and found.logits is not None:  # another loop would use the same memory
+                plan.proposals[share.sequence.id] = found.logits.clone() if late else found.logits
+        if late:
+            self._guess_ahead(plan, late)
+        self._ready.clear()
+
+    @torch.inference_mode()
+    def follow(self, launched: Launched) -> None:
+        """For those whose guesses are being verified, but for those whose next guesses the host must know."""
+        if launched.rows is None:  # a step of prompts alone
+            return
+        shares, behind = [], Behind([], [])
+        row = 0
+        for share in launched.sampling:
+            if share.draft and not _looks_at_guesses(share.sequence):
+                shares.append(share)
+                behind.rows.append(row)
+                behind.guesses.append(len(share.draft))
+            row += 1 + len(share.draft)
+        if not shares:
+            return
+        sequences = [share.sequence for share in shares]
+        inputs = replace(
+            self._inputs(sequences, [self._wanted[one.id] for one in sequences]),
+            ids=[(0, 0)] * len(shares),
+            positions=[1] * len(shares),
+        )
+        logits = self.loop.run_behind(launched.rows, behind, launched.plan.coins, inputs)
+        for number, one in enumerate(sequences):
+            drawn = logits[:, number] if logits is not None and _draws(one) else None
+            self._queued[one.id] = _Early(inputs.lengths[number], one.preempted, drawn)
+
+    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
+        """Tokens are enough."""
+
+    def see(self, outcome: Outcome) -> None:
+        """Wrong guesses are forgotten, and what the target chose instead was not read yet."""
+        share, sequence = outcome.share, outcome.share.sequence
+        known = share.start + share.count - len(share.draft) + outcome.accepted
+        read, stay = self._read.get(sequence.id, (0, 0))
+        self._read[sequence.id] = min(read, known), stay
+        queued = self._queued.pop(sequence.id, None)
+        if queued is not None:
+            self._ready[sequence.id] = replace(queued, known=known + 1)
+
+    def forget(self, sequence: Sequence) -> None:
+        for kept in (self._read, self._wanted, self._queued, self._ready):
+            kept.pop(sequence.id, None)
+
+    def _has_guesses(self, share: Share) -> bool:
+        sequence, known = share.sequence, share.start + share.count - len(share.draft)
+        ready = self._ready.get(sequence.id)
+        if ready is None or not _fits(ready, sequence, known) or ready.count < len(share.draft):
+            self._ready.pop(sequence.id, None)
+            return False
+        self._read[sequence.id] = known - 1 + len(share.draft), sequence.preempted
+        return True
+
+    def _unread(self, share: Share, back: bool) -> tuple[Sequence, int, int] | None:
+        """Positions that must be read before anything is guessed; the loop itself reads the last two known tokens.
+
+        A sequence that is back from host memory left the draft's pages behind. An answer for which nothing is guessed
+        now is read when something is, and often never: it may be at its end.
+        """
+        sequence, known = share.sequence, share.start + share.count - len(share.draft)
+        read, stay = self._read.get(sequence.id, (sequence.reused, sequence.preempted))
+        if stay != sequence.preempted:  # its pages are others now
+            read = 0 if back else share.start
+        if share.count == 1 and share.samples:
+            self._read[sequence.id] = min(read, share.start), sequence.preempted
+            return None
+        start, end = min(read, share.start), known - 2 if share.draft else known
+        self._read[sequence.id] = known, sequence.preempted
+        return (sequence, start, end) if start < end else None
+
+    def _guess_ahead(self, plan: StepPlan, drafted: list[tuple[int, Share]]) -> None:
+        shares = [share for _, share in drafted]
+        sequences = [share.sequence for share in shares]
+        lasts = [share.start + share.count - len(share.draft) - 1 for share in shares]
+        inputs = replace(
+            self._inputs(sequences, [len(share.draft) for share in shares]),
+            ids=[tuple(one.tokens[last - 1 : last + 1]) for one, last in zip(sequences, lasts, strict=True)],
+            positions=lasts,
+        )
+        guesses, logits = self.loop.run(inputs)
+        for row, share in enumerate(shares):
+            self._read[share.sequence.id] = lasts[row] + len(share.draft), share.sequence.preempted
+            if _draws(share.sequence):
+                assert logits is not None
+                plan.proposals[share.sequence.id] = logits[:, row]
+        if any(_looks_at_guesses(one) for one in sequences):
+            found = guesses.tolist()
+            for row, (place, share) in enumerate(drafted):
+                plan.shares[place] = replace(share, draft=tuple(found[row][: len(share.draft)]))
+
+    def _inputs(self, sequences: list[Sequence], lengths: list[int]) -> LoopInputs:
+        """All but what the loop begins with."""
+        seeds = [~one.seed if _draws(one) else one.seed for one in sequences]
+        greedy = all(one.params.greedy for one in sequences)
+        return LoopInputs(
+            ids=[],
+            positions=[],
+            places=[one.slot for one in sequences],
+            lengths=lengths,
+            rooms=[len(one.pages) * self._part.cache.page_size for one in sequences],
+            settings=None if greedy else settings_of(sequences, seeds, self._part.device),
+        )
+
+
+def _readings(chunks: list[tuple[Sequence, int, int]]) -> Iterator[StepPlan]:
+    """Steps that read these positions, none larger than the largest graph of a prompt."""
+    shares: list[Share] = []
+    room = MOST_TOKENS
+    for sequence, start, end in chunks:
+        while start < end:
+            count = min(end - start, room)
+            shares.append(Share(sequence, start, count, samples=False))
+            start, room = start + count, room - count
+            if room == 0:
+                yield StepPlan(shares)
+                shares, room = [], MOST_TOKENS
+    if shares:
+        yield StepPlan(shares)
+
+
+def _fits(early: _Early, sequence: Sequence, known: int) -> bool:
+    """Whether guesses were made behind just these tokens."""
+    return early.known == known and early.stay == sequence.preempted
+
+
+def _draws(sequence: Sequence) -> bool:
+    """Whether its guesses are drawn with numbers of their own (`sampling/rejection.py`)."""
+    return sequence.params.seed is None and not sequence.params.greedy
+
+
+def _looks_at_guesses(sequence: Sequence) -> bool:
+    """Whether the host must know guesses before they are verified."""
+    return sequence.guide is not None or sequence.params.shapes_logits

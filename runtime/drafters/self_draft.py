@@ -1,0 +1,79 @@
+"""The model as its own draft, in a format with fewer bits: quantized by rounding while it is read, kept nowhere.
+
+Embedding, head and norms are the target's own; only the linear layers exist twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from quantkit.arch import family_of
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.formats import Format, QuantizedWeight
+from quantkit.formats.base import ANY_LENGTH
+from quantkit.runtime.drafters.draft_model import DraftModel
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.layers import Weights
+from quantkit.runtime.model.loading import load_blocks
+
+
+def make_self_draft(
+    target: Checkpoint, config: ModelConfig, recipe: str, dtype: torch.dtype, device: torch.device
+) -> DraftModel:
+    """`recipe` is one that needs no calibration."""
+    from quantkit.recipe import list_recipes, load_recipe  # needs pydantic, which a bare GPU image lacks
+
+    chosen = load_recipe(recipe)
+    if chosen.needs_data:
+        ready = ", ".join(one.name for one in list_recipes() if not one.needs_data)
+        raise InputError(
+            f"speculative is 'self={recipe}', but '{recipe}' needs calibration, and such a draft is made while the "
+            f"model loads; use one of {ready}, or quantize the model and give draft=PATH"
+        )
+    plan = chosen.plan(family_of(target.config), target.config, target.dtype)
+    formats = {module: fmt for module, fmt in plan.items() if fmt is not None}
+    rounded = _Rounded(target, formats)
+
+    def load(whole: Weights) -> Weights:
+        return replace(whole, blocks=load_blocks(rounded, config, dtype, device))
+
+    return DraftModel(raw=target.config, config=config, load=load, size=rounded.nbytes(config))
+
+
+class _Rounded(Checkpoint):
+    """A checkpoint whose linear layers are quantized when they are read, whatever they were."""
+
+    def __init__(self, whole: Checkpoint, formats: Mapping[str, Format]) -> None:
+        self.folder = whole.folder
+        self.config = whole.config
+        self.tensors = whole.tensors
+        self._whole = whole
+        self.__dict__["formats"] = dict(formats)  # instead of those that the files are in
+
+    def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
+        if module in self._whole.formats:
+            weight = self._whole.weight(module, torch.float32, device)
+        else:
+            weight = self._whole.tensor(f"{module}.weight").to(device).float()
+        return self.formats[module].quantize(weight)
+
+    def nbytes(self, config: ModelConfig) -> int:
+        """Of the layers that exist twice."""
+        total = 0
+        for layer in range(config.layers):
+            for names, outputs, inputs in zip(
+                config.family.groups, config.group_outputs, config.group_inputs, strict=True
+            ):
+                for name, rows in zip(names, outputs, strict=True):
+                    fmt = self.formats.get(f"{config.family.blocks}.{layer}.{name}")
+                    parts = {} if fmt is None else fmt.parts((rows, inputs))
+                    total += sum(
+                        part.dtype.itemsize * torch.Size(part.shape).numel()
+                        for part in parts.values()
+                        if ANY_LENGTH not in part.shape
+                    )
+        return total

@@ -1,0 +1,132 @@
+"""What `--speculative` asks for, made ready: checked before anything is loaded, loaded beside the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device.memory import weight_bytes
+from quantkit.runtime.device.runner import Runner
+from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.drafters.medusa import MedusaDrafter
+from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
+from quantkit.runtime.drafters.ngram import NgramDrafter
+from quantkit.runtime.drafters.self_draft import make_self_draft
+from quantkit.runtime.engine.speculation import Speculation, SpeculativeOptions
+from quantkit.runtime.engine.speculation_policy import Policy
+from quantkit.runtime.engine.step_costs import Costs
+from quantkit.runtime.model.config import ModelConfig, read_model_config
+from quantkit.runtime.model.decoder import KvCache
+from quantkit.runtime.model.loading import load_weights
+from quantkit.sources import model_folder
+
+_TREE_ROWS = 64  # of a tree in attention, new tokens times query heads of a KV head (`kernels/attention/decode.py`)
+_HEADS_SHARE = 0.01  # of a step, for each guess: heads are small
+
+MakeDrafter = Callable[[DraftModel], ModelDrafter]
+
+
+def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) -> DraftModel | None:
+    """The draft model that the options name, after a look at whether it speaks the target's language."""
+    if options.speculative is None:
+        return None
+    asked = SpeculativeOptions.parse(options.speculative)
+    dtype = options.torch_dtype(target.dtype)
+    if asked.kind == "self":
+        return make_self_draft(target, config, asked.what, dtype, options.torch_device)
+    if asked.kind != "draft":
+        return None
+    checkpoint = Checkpoint(model_folder(asked.what))
+    draft = read_model_config(checkpoint.config)
+    if draft.vocab != config.vocab:
+        raise InputError(
+            f"the draft {asked.what} has {draft.vocab} tokens, the model {config.vocab}; a draft needs the same tokens"
+        )
+    _check_tokenizers(target.folder, checkpoint.folder, asked.what)
+    return DraftModel(
+        raw=checkpoint.config,
+        config=draft,
+        load=lambda whole: load_weights(checkpoint, draft, dtype, options.torch_device),
+        size=weight_bytes(checkpoint, dtype),
+    )
+
+
+def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | None:
+    """The heads that the options name, loaded; those of another model are refused."""
+    if options.speculative is None:
+        return None
+    asked = SpeculativeOptions.parse(options.speculative)
+    if asked.kind != "medusa":
+        return None
+    return load_heads(asked.what, Target.of(target), options.torch_device, options.torch_dtype(target.dtype))
+
+
+def make_speculation(
+    options: EngineOptions,
+    draft: DraftModel | None,
+    make_drafter: MakeDrafter,
+    heads: MedusaHeads | None,
+    runner: Runner,
+) -> Speculation:
+    """For an engine whose memory is planned; `make_drafter` gives a draft model its cache."""
+    if options.speculative is None:
+        return Speculation()
+    asked = SpeculativeOptions.parse(options.speculative)
+    seconds = runner.graphs.seconds if runner.graphs is not None else None
+    if heads is not None:
+        runner.keeps_hidden = True
+        config = runner.decoder.config
+        rows = _TREE_ROWS // (config.heads // config.kv_heads)
+        guesser = MedusaDrafter(heads, runner.decoder, runner.places, min(asked.most, rows - 1))
+        costs = Costs(seconds, draft_share=_HEADS_SHARE)
+        policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
+        return Speculation(guesser, policy, overlaps=options.overlaps)
+    if draft is not None:
+        drafter = make_drafter(draft)
+        drafter.early = options.overlaps
+        costs = Costs(seconds, drafter.loop.seconds)
+        policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
+        return Speculation(drafter, policy, overlaps=options.overlaps)
+    if asked.kind != "ngram":
+        raise InputError(f"speculative is '{options.speculative}', but a shape has no such draft; use ngram")
+    costs = Costs(seconds, draft_share=0.0)
+    policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
+    return Speculation(NgramDrafter(), policy, overlaps=options.overlaps)
+
+
+def check_draft_context(draft: DraftModel | None, max_context: int) -> None:
+    if draft is not None and draft.config.max_positions < max_context:
+        raise InputError(
+            f"the draft was made for {draft.config.max_positions} positions, but contexts go up to {max_context}; "
+            f"use --max-context {draft.config.max_positions}, or another draft"
+        )
+
+
+def _check_tokenizers(target: Path, draft: Path, named: str) -> None:
+    """Where both folders have one: every token must have the same number."""
+    from quantkit.runtime.startup import load_tokenizer
+
+    own, other = load_tokenizer(target), load_tokenizer(draft)
+    if own is None or other is None:
+        return
+    ours, theirs = own.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        different = next((token for token in ours if ours[token] != theirs.get(token)), "more tokens")
+        raise InputError(
+            f"the draft {named} numbers tokens otherwise than the model (the first: {different!r}); its guesses would "
+            "mean other words; use a draft with the same tokenizer"
+        )
+
+
+def draft_cache(draft: ModelConfig, like: KvCache, dtype: torch.dtype) -> KvCache:
+    """As many pages as the target's cache, of the same kind."""
+    pages = like.pages
+    shape = (draft.layers, 2, pages.shape[2], draft.kv_heads, pages.shape[4], draft.head_dim)
+    made = torch.empty(shape, dtype=pages.dtype, device=pages.device)
+    made.view(torch.uint8)[:, :, 0] = 0
+    return KvCache(made, torch.ones(draft.kv_heads, device=pages.device) if pages.dtype != dtype else None)

@@ -1,0 +1,300 @@
+"""Requests in, tokens out: `add`, then `step` until nothing is unfinished. One thread drives an engine.
+
+    request -> scheduler -> runner -> sampler -> request
+
+With overlap, a step is launched before the results of the one before are looked at: the host works while the device
+computes. A sequence that turns out to have ended was then computed for one token too many, which is thrown away.
+Where the model has several stages, as many steps are on their way as keep all stages at work.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import TYPE_CHECKING
+
+from quantkit.errors import InputError
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence
+from quantkit.runtime.device.memory import MemoryPlan
+from quantkit.runtime.device.runner import Launched, Runner, Sampled, Travelling
+from quantkit.runtime.engine.page_pool import PagePool
+from quantkit.runtime.engine.scheduler import Limits, Scheduler
+from quantkit.runtime.engine.speculation import Speculation
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.output.detokenizer import TextStream
+from quantkit.runtime.output.stop_conditions import text_stream, why_ends
+from quantkit.runtime.parallel.crew import Crew
+from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PRIORITY_SECONDS = 10.0  # how much later a request counts as arrived for each level of lower priority
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One new token of one sequence, and the text that it made complete; or its end."""
+
+    request: int
+    index: int  # which of the n answers
+    token: int | None
+    text: str = ""
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    finished: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token or string that ended it, where that was not the model's own end
+
+
+@dataclass
+class Request:
+    """A prompt with its n answers."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    arrived: float
+    sequences: list[Sequence] = field(default_factory=list)
+    streams: list[TextStream | None] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # in the order of positions, from 1 on
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished is not None for sequence in self.sequences)
+
+    def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        """What is new in them: after a preemption, the prompt is computed again, in other chunks."""
+        known = self.prompt_logprobs[-1].end if self.prompt_logprobs else 1
+        if found.end > known:
+            self.prompt_logprobs.append(found.since(known))
+
+
+class Engine:
+    def __init__(
+        self,
+        config: ModelConfig,
+        runner: Runner,
+        plan: MemoryPlan,
+        options: EngineOptions,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        speculation: Speculation | None = None,
+        crew: Crew | None = None,
+    ) -> None:
+        """`crew` are the other ranks, where there are any; they end with the engine."""
+        self.config = config
+        self.options = options
+        self.memory = plan
+        self.tokenizer = tokenizer
+        pool = PagePool(plan.pages, plan.page_size, options.share_prefixes)
+        ranks = options.tensor_parallel * options.pipeline_parallel
+        swap_pages = int(options.swap_gib * 2**30) // (plan.page_bytes * ranks)
+        limits = Limits(options.budget, options.sequences, swap_pages=swap_pages, micro_batches=options.in_stages)
+        self.scheduler = Scheduler(pool, limits)
+        self.runner = runner
+        self.crew = crew
+        if crew is not None:
+            weakref.finalize(self, crew.stop)
+        self.requests: dict[int, Request] = {}
+        self._owners: dict[int, tuple[Request, int]] = {}  # sequence id -> request, index
+        self._ids = count()
+        self._sequence_ids = count()
+        self._random = Random(options.seed)
+        self._staged = options.pipeline_parallel > 1
+        self._ahead = options.in_stages - 1 if self._staged else int(options.overlaps)  # steps that need not be back
+        self._in_flight: deque[Launched | Travelling] = deque()
+        self.speculation = speculation or Speculation()
+        self.steps = 0
+        self.generated = 0  # tokens
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that will still bring something."""
+        return len(self.requests)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.requests) or bool(self._in_flight)
+
+    def add(
+        self,
+        prompt: Ordered[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrived: float | None = None,
+        guides: Ordered[Guide] = (),
+    ) -> Request:
+        """Takes a request, or refuses it with an InputError; what runs is not disturbed. Lower priority goes first.
+
+        `guides`, one for each of the n answers, restrict what may be answered.
+        """
+        prompt = list(prompt)
+        check_request(prompt, params, self.memory.max_context, self.config.vocab)
+        if params.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer, which this model folder lacks; use stop_token_ids")
+        now = time.monotonic() if arrived is None else arrived
+        request = Request(next(self._ids), prompt, params, now)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(62)
+        room = self.memory.max_context - len(prompt)
+        ends = () if params.ignore_eos else self.config.eos
+        for index in range(params.n):
+            sequence = Sequence(
+                id=next(self._sequence_ids),
+                prompt=prompt,
+                params=params,
+                rank=now + priority * PRIORITY_SECONDS,
+                seed=(seed + index + 2**63) % 2**64 - 2**63,
+                max_new=room if params.max_tokens is None else min(params.max_tokens, room),
+                end_tokens=tuple({*ends, *params.stop_token_ids}),
+                leader=request.sequences[0] if index else None,
+                needs_all_logits=params.prompt_logprobs is not None and index == 0,
+                guide=guides[index] if guides else None,
+            )
+            sequence.speculates = self.speculation.on
+            sequence.waits = self._staged
+            request.sequences.append(sequence)
+            request.streams.append(text_stream(self.tokenizer, prompt, params))
+            self._owners[sequence.id] = (request, index)
+            self.scheduler.add(sequence)
+        self.requests[request.id] = request
+        return request
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request at once; unknown or finished ones are left alone."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            for sequence in request.sequences:
+                self._end(sequence, "abort")
+
+    def step(self) -> list[Delta]:
+        """Launches the next step and brings what is ready: with overlap, the tokens of the step before.
+
+        Where nobody can go on without these tokens, as in speculation, they are looked at first.
+        """
+        deltas: list[Delta] = []
+        if self._in_flight and self._nobody_can_go_on():
+            deltas = self._take(self._in_flight.popleft())
+        launched = self._launch()
+        if launched is not None:
+            self._in_flight.append(launched)
+        if len(self._in_flight) > (self._ahead if launched is not None else 0):
+            deltas += self._take(self._in_flight.popleft())
+        return deltas
+
+    def _nobody_can_go_on(self) -> bool:
+        """Without the results of the oldest step. Through stages, others may start meanwhile."""
+        if self._staged and self.scheduler.waiting:
+            return False
+        return all(sequence.must_wait for sequence in self.scheduler.running)
+
+    def _launch(self) -> Launched | Travelling | None:
+        self.speculation.propose(self.scheduler.running)
+        plan = self.scheduler.schedule()
+        self.runner.prepare(plan)
+        if not plan.shares:  # everybody gave way, perhaps to host memory
+            return None
+        now = time.monotonic()
+        for share in plan.shares:
+            share.sequence.started = share.sequence.started or now
+        self.speculation.begin(plan)
+        self.steps += 1
+        launched = self.runner.launch(plan)
+        if isinstance(launched, Launched):
+            self.speculation.follow(launched)
+        return launched
+
+    def drain(self) -> None:
+        """Waits for what is still on its way when all requests have finished: steps that were one too many."""
+        while self._in_flight:
+            self.step()
+
+    def check(self) -> None:
+        """Raises the reason where another rank has died."""
+        if self.crew is not None:
+            self.crew.lead.check()
+
+    def when_broken(self, call: Callable[[], None]) -> None:
+        """`call` is called, from another thread, when another rank has died."""
+        if self.crew is not None:
+            self.crew.lead.when_broken(call)
+
+    def close(self) -> None:
+        """Ends the other ranks, where there are any; the engine answers no more then."""
+        if self.crew is not None:
+            self.crew.stop()
+
+    def forget(self) -> None:
+        """Empties the prefix cache and sets the counters back, as if nothing had run."""
+        assert not self.busy, "somebody is being answered"
+        self.scheduler.pool.reset_contents()
+        self.scheduler.prompt_tokens = self.scheduler.reused_tokens = self.scheduler.preemptions = 0
+        self.steps = self.generated = 0
+        self.speculation.reset()
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+        assert self.scheduler.unfinished == len(self._owners)
+
+    def _take(self, ready: Launched | Travelling) -> list[Delta]:
+        if isinstance(ready, Travelling):
+            ready = self.runner.arrived(ready)
+        for sequence_id, found in ready.prompts.items():
+            if sequence_id in self._owners:
+                self._owners[sequence_id][0].add_prompt_logprobs(found)
+        deltas = []
+        outcomes = self.runner.collect(ready)
+        if ready.plan.has_trees:
+            self.runner.keep_paths(outcomes)
+        self.speculation.end(ready, outcomes)
+        for outcome in outcomes:
+            sequence = outcome.share.sequence
+            sequence.pending -= 1
+            if sequence.finished is None:
+                in_order = outcome.path == tuple(range(outcome.accepted))
+                self.scheduler.settle(outcome.share, outcome.accepted, in_order)
+                self.speculation.see(outcome)
+            for sampled in outcome.tokens:
+                if sequence.finished is None:
+                    deltas.append(self._advance(sequence, sampled))
+        return deltas
+
+    def _advance(self, sequence: Sequence, sampled: Sampled) -> Delta:
+        """A token has arrived: what it means for its sequence."""
+        request, index = self._owners[sequence.id]
+        sequence.tokens.append(sampled.token)
+        self.generated += 1
+        self.scheduler.publish(sequence)
+        reason, cause, text = why_ends(sequence, sampled.token, request.streams[index], self.config.eos)
+        if reason is not None:
+            self._end(sequence, reason)
+            if request.finished:
+                del self.requests[request.id]
+        return Delta(request.id, index, sampled.token, text, sampled.logprob, sampled.top, reason, cause)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.scheduler.finish(sequence, reason)
+        self._owners.pop(sequence.id, None)
+        self.speculation.forget(sequence)
+
+
+def check_request(prompt: list[int], params: SamplingParams, max_context: int, vocab: int) -> None:
+    """Refuses what an engine of these sizes cannot answer."""
+    if not prompt:
+        raise InputError("the prompt is empty; give at least one token")
+    if len(prompt) >= max_context:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens, but contexts end at {max_context}, the answer included; shorten it"
+        )
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise InputError(f"token id {token!r} is not in the vocabulary of {vocab} tokens")
+    params.check_vocabulary(vocab)

@@ -1,0 +1,235 @@
+"""Speculative decoding: tokens are guessed, and one step verifies several at once.
+
+A draft of k guesses goes into a step behind the last known token. The target samples a token behind each of them, with
+the random numbers of that position, as it would have done one by one. As far as the guesses are what was sampled, they
+are the answer; the first that is not gives way to the sampled token, and everything behind it was never there. So
+answers are those of plain decoding, token for token, whatever is guessed; a guess x survives with the target's p(x).
+
+A request without a seed that samples, and whose guesses come from a draft model, is verified by another rule, which
+accepts more and keeps the distribution, but not each token (`sampling/rejection.py`).
+
+A sequence that speculates must know its last token before the next step, so it gives up the overlap of steps. How much
+is guessed, and whether at all, is the policy's decision before every step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from quantkit.errors import InputError, did_you_mean
+from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import MOST_GUESSES, StepPlan
+from quantkit.runtime.device.decode_graphs import Key, StepGraphs
+from quantkit.runtime.device.runner import Launched, Outcome
+from quantkit.runtime.engine.speculation_policy import Policy
+from quantkit.runtime.engine.step_costs import Costs
+
+_PREPARED = (1, 2, 4, 8, 16, 32)  # sequences, for which steps with guesses are prepared
+_DEFAULTS = {"ngram": 8, "draft": 4, "self": 4, "medusa": 15}  # kind -> guesses
+_EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4 or self=nf4 or medusa=PATH"
+
+
+class Drafter(Protocol):
+    """Where guesses come from."""
+
+    tree: tuple[int, ...]  # the parents of guesses that are a tree (`Share`); empty where they follow each other
+    early: bool  # whether guesses for the next step are made before the host knows what this one brought
+
+    def prepare(self, sequences: int, guesses: int) -> None:
+        """What a step of this size would wait for the first time."""
+
+    def guess(self, sequence: Sequence, most: int) -> list[int]:
+        """Up to so many tokens that may follow; empty where there is no good guess."""
+
+    def complete(self, plan: StepPlan) -> None:
+        """The step as it is planned, when pages are where they belong: guesses may be made now, in drafts of the same
+        length."""
+
+    def follow(self, launched: Launched) -> None:
+        """The step is on its way: guesses for the next one may be queued behind it."""
+
+    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
+        """What a step computed, when its results are there and guesses pay."""
+
+    def see(self, outcome: Outcome) -> None:
+        """How a sequence's guesses did, before its tokens become known."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """What `--speculative` says."""
+
+    kind: str  # of _DEFAULTS
+    most: int  # guesses in one step
+    what: str = ""  # the path of a draft model, or the recipe of the model's own draft
+    adaptive: bool = True  # as many guesses as pay, up to `most`; else always `most`
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculativeOptions:
+        """From `ngram`, `ngram,k=8`, `draft=PATH,k=4` or `self=RECIPE`; `adaptive=off` keeps the number of guesses."""
+        first, *rest = (part.strip() for part in text.split(","))
+        kind, _, what = first.partition("=")
+        if kind not in _DEFAULTS:
+            raise InputError(f"speculative is '{text}', {_EXAMPLES}: {did_you_mean(kind, _DEFAULTS)}")
+        if (kind != "ngram") != bool(what):
+            raise InputError(f"speculative is '{text}', but must be {_EXAMPLES}")
+        most, adaptive = _DEFAULTS[kind], True
+        for part in rest:
+            name, _, value = part.partition("=")
+            if name == "k":
+                if not value.isdecimal() or not 1 <= int(value) <= MOST_GUESSES:
+                    raise InputError(f"speculative is '{text}': k must be a whole number from 1 to {MOST_GUESSES}")
+                most = int(value)
+            elif name == "adaptive":
+                if value not in ("on", "off"):
+                    raise InputError(f"speculative is '{text}': adaptive must be on or off")
+                adaptive = value == "on"
+            else:
+                raise InputError(f"speculative is '{text}': unknown setting '{name}'; known: k, adaptive")
+        return cls(kind, most, what, adaptive)
+
+
+class Speculation:
+    """Guesses for those who answer, and how good they were. Without a drafter, nobody speculates."""
+
+    def __init__(self, drafter: Drafter | None = None, policy: Policy | None = None, *, overlaps: bool = False) -> None:
+        """`overlaps`: plain steps are launched before the one in front has ended."""
+        self._overlaps = overlaps
+        self._drafter = drafter
+        self._policy = policy or Policy(0, Costs())
+        self._active = drafter is not None  # whether guesses pay now
+        self._begun: deque[tuple[float, bool, bool]] = deque()  # steps in flight: `begin`
+        self._was_active = False  # in the step before
+        self._wanted: set[int] = set()  # sequences for which the policy wants guesses now
+        self._asked: set[int] = set()  # of the steps in flight, those for which it did
+        self._ended = 0.0  # when the last step was seen
+        self._last: set[int] = set()  # sequences in it
+        self._coin: Callable[[], bool] | None = None  # for benchmarks
+        self.steps = 0  # in which a draft was verified, counted for each sequence
+        self.guessed = 0  # tokens
+        self.accepted = 0  # of these
+        self.saved_seconds = 0.0  # against decoding token by token, as far as the cost of steps is known
+
+    @property
+    def on(self) -> bool:
+        return self._drafter is not None
+
+    def force_acceptance(self, rate: float, seed: int = 0) -> None:
+        """For benchmarks: every guess counts as right with this probability. Answers are not the model's then."""
+        dice = Random(seed)
+        self._coin = lambda: dice.random() < rate
+
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of guesses that a step may have."""
+        return self._policy.candidates if self._drafter is not None else []
+
+    def loads(self, sequences: int) -> list[tuple[int, int]]:
+        """Sizes of steps, sequences and guesses, that may come where so many sequences run."""
+        return [(size, guesses) for size in _PREPARED if size <= sequences for guesses in self.lengths]
+
+    def prepare(self, graphs: StepGraphs, sequences: int, guesses: int) -> None:
+        """Captures what a step of this size needs."""
+        assert self._drafter is not None
+        key = Key(sequences, 1 + guesses, bool(self._drafter.tree))
+        if graphs.takes(sequences, 1 + guesses, key.tree):
+            graphs.capture(key)
+            self._drafter.prepare(sequences, guesses)
+
+    def reset(self) -> None:
+        """Counters and records, as if nothing had run; what steps cost stays known."""
+        self._policy.forget_everybody()
+        self.steps = self.guessed = self.accepted = 0
+        self.saved_seconds = 0.0
+
+    def propose(self, running: list[Sequence]) -> None:
+        """Drafts for all that wait for their next token only."""
+        if self._drafter is None:
+            return
+        answering = [one for one in running if one.length - one.computed == 1 and not one.at_limit]
+        lengths = self._policy.lengths(answering)
+        self._wanted = {number for number, most in lengths.items() if most > 0}
+        if answering:
+            self._active = bool(lengths)
+        for sequence in running:
+            sequence.speculates = self._active
+            sequence.draft, sequence.tree = [], self._drafter.tree
+            left = sequence.max_new - len(sequence.answer) - 1  # the token behind the draft is one too
+            most = min(lengths.get(sequence.id, 0), left)
+            if sequence.must_wait:  # pages that a step on its way asked for stay
+                continue
+            if most > 0:
+                sequence.draft = self._drafter.guess(sequence, most)
+            sequence.ahead = len(sequence.draft) if self._drafter.early else 0
+
+    def begin(self, plan: StepPlan) -> None:
+        """The step as it is planned, before it is launched."""
+        if self._drafter is None:
+            return
+        # Somebody who was in the last step did not end, so the engine was never idle: what the host did counts too.
+        goes_on = any(share.sequence.id in self._last for share in plan.shares)
+        began = self._ended if goes_on else time.perf_counter()
+        # First guesses after plain steps take longer: a draft model has tokens to read, and no guess is there early.
+        self._begun.append((began, bool(self._begun), self._active == self._was_active))
+        self._was_active = self._active
+        self._asked |= self._wanted & {share.sequence.id for share in plan.shares}
+        self._drafter.complete(plan)
+        if self._coin is not None:
+            rows = sum(1 + len(share.draft) for share in plan.shares if share.samples)
+            plan.coins.extend(self._coin() for _ in range(rows))
+
+    def follow(self, launched: Launched) -> None:
+        """The step was launched, and nobody has looked at its results."""
+        if self._drafter is not None and self._drafter.early:
+            self._drafter.follow(launched)
+
+    def end(self, launched: Launched, outcomes: list[Outcome]) -> None:
+        """The results of a step are there; its tokens are not known yet."""
+        if self._drafter is None:
+            return
+        now = time.perf_counter()
+        begun, overlapped, settled = self._begun.popleft()
+        seconds = now - max(begun, self._ended)
+        self._ended, plan = now, launched.plan
+        self._last = {share.sequence.id for share in plan.shares}
+        if self._active:
+            self._drafter.learn(launched, outcomes)
+        if plan.answers_only:
+            guesses = max(len(share.draft) for share in plan.shares)
+            typical = settled if guesses else overlapped or not self._overlaps
+            if typical:
+                self._policy.costs.observe(len(plan.shares), guesses, seconds)
+            plain = self._policy.costs.estimate(len(plan.shares), 0)
+            if guesses and plain is not None:
+                tokens = sum(len(outcome.tokens) for outcome in outcomes)
+                self.saved_seconds += plain * tokens / len(plan.shares) - seconds
+
+    def see(self, outcome: Outcome) -> None:
+        """How the guesses for one sequence did, which has not ended, before its tokens become known."""
+        sequence, guessed = outcome.share.sequence, len(outcome.share.draft)
+        if self._drafter is None or not (guessed or sequence.speculates):
+            return
+        self._drafter.see(outcome)
+        if sequence.id in self._asked:  # not behind a prompt: there was no guess, but nobody wanted one
+            self._asked.remove(sequence.id)
+            self._policy.see(sequence, guessed, outcome.accepted)
+        if guessed:
+            self.steps += 1
+            self.guessed += guessed
+            self.accepted += outcome.accepted
+            sequence.guessed += guessed
+            sequence.accepted += outcome.accepted
+
+    def forget(self, sequence: Sequence) -> None:
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+            self._policy.forget(sequence)
+            self._asked.discard(sequence.id)

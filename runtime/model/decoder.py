@@ -1,0 +1,166 @@
+"""The decoder: one function for every family in `quantkit/arch.py`, over a batch of any mixture of sequences.
+
+The residual sum and the norm behind it are one kernel, so a block hands over the output of its MLP, and the next block
+(or the final norm) adds it. Between pipeline stages the sum alone travels, and the next stage begins with the norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.layers import Block, Linear, Weights
+from quantkit.runtime.model.ops import Ops
+from quantkit.runtime.model.ranks import Ranks
+from quantkit.runtime.model.rope import RopeTable
+from quantkit.runtime.model.tensor_group import Alone, Group
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step, in device memory: the new tokens of all sequences behind each other."""
+
+    ids: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens]
+    slots: Tensor  # int64 [tokens], where their keys and values go: page * page_size + offset
+    page_table: Tensor  # int32 [sequences, pages]
+    context_lengths: Tensor  # int32 [sequences], new tokens included
+    query_starts: Tensor  # int32 [sequences + 1]
+    max_queries: int  # no sequence has more new tokens
+    ancestors: Tensor | None = None  # int64 [tokens], where new tokens are trees: see `kernels/attention/attend.py`
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Keys and values of all layers: one tensor, so that a page is copied at once."""
+
+    pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]
+    scale: Tensor | None = None  # float32 [kv_heads], of an 8-bit cache
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.shape[4]
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[2]
+
+
+class Decoder:
+    """Hidden states of a batch. Holds no state of requests; the cache belongs to the caller."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        tables: list[RopeTable],
+        ops: Ops,
+        scratch: Any = None,
+        group: Group = Alone(),  # noqa: B008  (has no state)
+        ranks: Ranks = Ranks(),  # noqa: B008
+    ) -> None:
+        """`scratch` is attention's, for as many sequences as a step may have; calls without one allocate theirs.
+
+        Config, weights and tables are those of this rank (`local_config`); `group` are the tensor ranks of its stage.
+        """
+        self.config = config
+        self.weights = weights
+        self._tables = tables
+        self._ops = ops
+        self._scratch = scratch
+        self._group = group
+        self._ranks = ranks
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, cache: KvCache, received: Tensor | None = None) -> Tensor:
+        """What the head reads, [tokens, hidden]. Writes the new keys and values into the cache.
+
+        A stage that is not the last returns what the next one goes on from, as `received`, which it overwrites.
+        """
+        ops, config, blocks = self._ops, self.config, self.weights.blocks
+        residual = self.embeddings(batch.ids, config.embedding_scale) if received is None else received
+        x: Tensor = ops.rms_norm(residual, blocks[0].before_attention, config.norm_eps, plus_one=config.plus_one)
+        following = [*(block.before_attention for block in blocks[1:]), self.weights.norm]
+        for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
+            x = self._attention(layer, block, x, batch, cache)
+            x = self._add(x, block.after_attention, residual, block.before_mlp)
+            x = self._whole(block.down, ops.gated_activation(block.gate_up(x), config.activation))
+            x = self._add(x, block.after_mlp, residual, next_norm)
+        return x
+
+    @torch.inference_mode()
+    def embeddings(self, ids: Tensor, scale: float | None = None) -> Tensor:
+        """Of tokens, [tokens, hidden], on every rank of the first stage: the one that has a token's row adds it."""
+        first = self._ranks.vocabulary(self.config.vocab).start
+        own = ids - first if first else ids  # those of others have no row here
+        return self._group.all_reduce(self._ops.embed(own, self.weights.embedding, scale=scale))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] in the model's dtype, on every rank of the first stage."""
+        logits: Tensor = self.weights.head(hidden)
+        cap = self.config.logit_cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if self._ranks.tensor == 1:
+            return logits
+        missing = self._ranks.vocabulary_width(self.config.vocab) - logits.shape[1]
+        logits = self._group.all_gather(torch.nn.functional.pad(logits, (0, missing)))
+        return logits[:, : self.config.vocab].contiguous()
+
+    def _whole(self, layer: Linear, x: Tensor) -> Tensor:
+        """What a layer that is cut over the tensor ranks gives, from each rank's part of its inputs."""
+        if layer.gathered:
+            return self._group.all_gather(layer(self._group.all_gather(x)))
+        return self._group.all_reduce(layer(x))
+
+    def _attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
+        config, table = self.config, self._tables[layer]
+        keys, values = cache.pages[layer, 0], cache.pages[layer, 1]
+        q = self._ops.rotate_and_cache(
+            block.qkv(x),
+            batch.positions,
+            table.cos,
+            table.sin,
+            batch.slots,
+            keys,
+            values,
+            config.heads,
+            key_scales=cache.scale,
+            value_scales=cache.scale,
+            q_norm=block.q_norm,
+            k_norm=block.k_norm,
+            eps=config.norm_eps,
+            plus_one=config.plus_one,
+        )
+        attended = self._ops.attend(
+            q,
+            keys,
+            values,
+            batch.page_table,
+            batch.context_lengths,
+            batch.query_starts,
+            scale=config.attention_scale,
+            max_queries=batch.max_queries,
+            window=config.windows[layer],
+            soft_cap=config.attention_cap,
+            k_scale=cache.scale,
+            v_scale=cache.scale,
+            ancestors=batch.ancestors,
+            scratch=self._scratch,
+        )
+        return self._whole(block.output, attended.flatten(1))
+
+    def _add(self, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor | None) -> Tensor:
+        """residual += x (through its own norm where the family has one); then the norm that follows, where one does."""
+        eps, plus_one = self.config.norm_eps, self.config.plus_one
+        if own_norm is not None:
+            x = self._ops.rms_norm(x, own_norm, eps, plus_one=plus_one)
+        if next_norm is None:
+            return residual.add_(x)
+        following: Tensor = self._ops.add_rms_norm(x, residual, next_norm, eps, plus_one=plus_one)
+        return following

@@ -1,0 +1,79 @@
+"""The weights of a decoder in their final place, and linear layers of any format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from quantkit.kernels.linear.cpu import plain
+from quantkit.kernels.linear.op import LinearWeight, linear, prepare_plain
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A layer, or several that read the same input: their outputs behind each other.
+
+    `weights` has one entry where they are one matrix for the kernels: plain ones always, quantized ones where they
+    could be joined.
+    """
+
+    weights: tuple[Tensor | LinearWeight, ...]
+    bias: Tensor | None = None
+    gathered: bool = False  # reads all inputs and gives some outputs, where others of its kind add: `shards.py`
+    _served: tuple[Tensor | LinearWeight, ...] = field(init=False, repr=False, compare=False)  # as kernels take them
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_served", tuple(_prepared(weight) for weight in self.weights))
+
+    @property
+    def outputs(self) -> int:
+        return sum(weight.shape[0] if isinstance(weight, Tensor) else weight.outputs for weight in self.weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self._served) == 1:
+            return _multiply(x, self._served[0], self.bias)
+        y = x.new_empty(x.shape[0], self.outputs)
+        start = 0
+        for weight in self._served:
+            stop = start + (weight.shape[0] if isinstance(weight, Tensor) else weight.outputs)
+            y[:, start:stop] = _multiply(x, weight, None if self.bias is None else self.bias[start:stop])
+            start = stop
+        return y
+
+
+def _prepared(weight: Tensor | LinearWeight) -> Tensor | LinearWeight:
+    """For our kernel where it is a plain one of 16 bit on a GPU."""
+    return prepare_plain(weight) or weight if isinstance(weight, Tensor) else weight
+
+
+def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return plain(x, weight, bias)
+    return linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block. Norms by role, whatever the family calls them."""
+
+    before_attention: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    after_attention: Tensor | None  # before the residual sum, in families that have it
+    before_mlp: Tensor
+    gate_up: Linear
+    down: Linear
+    after_mlp: Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a model, or those of one rank (`ranks.py`)."""
+
+    embedding: Tensor  # [vocab, hidden]; of several ranks each has its rows, and those of later stages none
+    blocks: tuple[Block, ...]
+    norm: Tensor | None  # on the last stage only
+    head: Linear  # this rank's part of the vocabulary; without weights on later stages

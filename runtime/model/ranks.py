@@ -1,0 +1,148 @@
+"""Which part of a model one process holds.
+
+A rank is `stage * tensor + tensor_rank`. The ranks of a stage hold the same blocks, each a share of every linear layer;
+stages hold consecutive blocks. The first stage also holds the embedding and the head, because that is where tokens come
+in and where they are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.runtime.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The shape of the group of processes, and the place of one of them in it."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline"):
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise InputError(f"{name} parallel is {size!r}, but must be a whole number from 1 on")
+        if not 0 <= self.rank < self.world:
+            raise InputError(f"rank is {self.rank}, but {self.tensor} x {self.pipeline} ranks count from 0")
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.stage == self.pipeline - 1
+
+    def blocks(self, layers: int) -> range:
+        """The blocks of this stage. Where they do not divide evenly, later stages take one more."""
+        each, more = divmod(layers, self.pipeline)
+        first_larger = self.pipeline - more
+        start = self.stage * each + max(0, self.stage - first_larger)
+        return range(start, start + each + (self.stage >= first_larger))
+
+    def share(self, size: int) -> slice:
+        """Where this tensor rank's part of an even cut lies."""
+        each = size // self.tensor
+        return slice(self.tensor_rank * each, (self.tensor_rank + 1) * each)
+
+    def vocabulary(self, vocab: int) -> slice:
+        """The tokens whose logits this tensor rank computes: the last ranks may have fewer, or none."""
+        each = self.vocabulary_width(vocab)
+        return slice(min(self.tensor_rank * each, vocab), min((self.tensor_rank + 1) * each, vocab))
+
+    def vocabulary_width(self, vocab: int) -> int:
+        """The largest part of the vocabulary that a tensor rank has."""
+        return -(-vocab // self.tensor)
+
+    def kv_heads(self, kv_heads: int) -> slice:
+        """KV heads of this tensor rank. Where there are fewer heads than ranks, neighbours hold the same one."""
+        if kv_heads >= self.tensor:
+            return self.share(kv_heads)
+        head = self.tensor_rank * kv_heads // self.tensor
+        return slice(head, head + 1)
+
+
+def local_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
+    """The model as one rank computes it: what its cache, attention and rope tables are made from.
+
+    `vocab` and `hidden` stay those of the whole model.
+    """
+    return replace(
+        config,
+        heads=config.heads // ranks.tensor,
+        kv_heads=max(1, config.kv_heads // ranks.tensor),
+        intermediate=config.intermediate // ranks.tensor,
+        windows=tuple(config.windows[layer] for layer in ranks.blocks(config.layers)),
+    )
+
+
+def check_parallel(config: ModelConfig, checkpoint: Checkpoint | None, ranks: Ranks) -> None:
+    """Refuses, in one line, what cannot be cut; without a checkpoint, by the model's sizes alone. No weight is read."""
+    if ranks.pipeline > config.layers:
+        raise InputError(
+            f"pipeline parallel is {ranks.pipeline}, but the model has {config.layers} blocks, and every stage needs "
+            f"one; use at most {config.layers}"
+        )
+    problem = next(_problems(config, checkpoint, ranks.tensor), None)
+    if problem is None:
+        return
+    works = [size for size in range(1, config.heads + 1) if next(_problems(config, checkpoint, size), None) is None]
+    raise InputError(f"tensor parallel is {ranks.tensor}, but {problem}, which it does not divide; {_advice(works)}")
+
+
+def _advice(works: list[int]) -> str:
+    if works == [1]:
+        return "this model cannot be cut, use pipeline parallel"
+    return f"use {', '.join(map(str, works[:-1]))} or {works[-1]}"
+
+
+def _problems(config: ModelConfig, checkpoint: Checkpoint | None, tensor: int) -> Iterator[str]:
+    """What stands in the way of so many tensor ranks, each as half a sentence."""
+    if tensor == 1:
+        return
+    if config.heads % tensor:
+        yield f"the model has {config.heads} attention heads"
+    if config.kv_heads % tensor and tensor % config.kv_heads:
+        yield f"the model has {config.kv_heads} key-value heads"
+    if config.intermediate % tensor:
+        yield f"the MLPs have {config.intermediate} channels"
+    if config.hidden % tensor:
+        yield f"hidden states have {config.hidden} channels"
+    if checkpoint is None:
+        return
+    for layer in range(config.layers):
+        _, output, _, down = config.family.groups_of(layer)
+        yield from _layer_problems(
+            checkpoint, output[0], config.heads * config.head_dim, tensor, act_order_gathers=True
+        )
+        yield from _layer_problems(checkpoint, down[0], config.intermediate, tensor, act_order_gathers=False)
+
+
+def _layer_problems(
+    checkpoint: Checkpoint, name: str, inputs: int, tensor: int, *, act_order_gathers: bool
+) -> Iterator[str]:  # fmt: skip
+    """Of a layer that is cut by inputs. An attention output in act-order is not: see `shards.py`."""
+    fmt = checkpoint.formats.get(name)
+    if fmt is None or fmt.needs_all_inputs(inputs // tensor):
+        return
+    unit = fmt.input_unit(inputs)
+    if (inputs // tensor) % unit and not (act_order_gathers and checkpoint.scattered_groups(name) is not None):
+        yield f"{name} has {inputs // unit} groups of {unit} inputs"

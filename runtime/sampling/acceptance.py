@@ -1,0 +1,70 @@
+"""What the sampled tokens of a step say about its guesses, and how tokens are described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.sampling.rejection import Proposed
+from quantkit.runtime.sampling.sampler import Samples
+
+
+def accepted_path(share: Share, row: int, tokens: list[int], verified: list[int], coins: list[bool]) -> list[int]:
+    """The way through the guesses that the sampled tokens take, or that coins decide: numbers of guesses.
+
+    The share's last known token has this row, and each of its guesses one behind it.
+    """
+
+    def right(node: int, child: int) -> bool:
+        guess = row + 1 + child
+        return coins[guess] if coins else tokens[row + 1 + node] == verified[guess]
+
+    path: list[int] = []
+    node = -1
+    if not share.parents:
+        while node + 1 < len(share.draft) and right(node, node + 1):
+            node += 1
+            path.append(node)
+        return path
+    while True:
+        children = (child for child, parent in enumerate(share.parents) if parent == node)
+        following = next((child for child in children if right(node, child)), None)
+        if following is None:
+            return path
+        path.append(node := following)
+
+
+def proposed_guesses(plan: StepPlan, sampling: list[Share], ids: Tensor) -> Proposed | None:
+    """The guesses that were drawn from a distribution. Those of a share are verified by the rows before each."""
+    rows: list[int] = []
+    logits: list[Tensor] = []
+    row = 0
+    for share in sampling:
+        if share.draft and share.sequence.id in plan.proposals:
+            rows += range(row, row + len(share.draft))
+            logits.append(plan.proposals[share.sequence.id][: len(share.draft)])
+        row += len(share.draft) + 1
+    if not rows:
+        return None
+    at = torch.tensor(rows).to(ids.device, non_blocking=True)
+    return Proposed(at, ids[at + 1], torch.cat(logits))
+
+
+_Described = tuple[float, list[tuple[int, float]]] | tuple[()]
+
+
+def describer(samples: Samples) -> Callable[[int, int | None], _Described]:
+    """Log-probabilities of a row, where they were computed and so many are wanted."""
+    if samples.logprobs is None or samples.top is None or samples.top_logprobs is None:
+        return lambda row, wanted: ()
+    top, values, chosen = samples.top.tolist(), samples.top_logprobs.tolist(), samples.logprobs.tolist()
+
+    def describe(row: int, wanted: int | None) -> _Described:
+        if wanted is None:
+            return ()
+        return chosen[row], list(zip(top[row][:wanted], values[row][:wanted], strict=True))
+
+    return describe

@@ -1,0 +1,65 @@
+"""Log-probabilities of prompt tokens, where a request asks for them: the head runs over every position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.model.decoder import Decoder
+
+ROWS = 512  # at once: logits of a whole chunk would need gigabytes
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of the prompt tokens from position `first` on: their log-probability, and the most probable ones there."""
+
+    first: int
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first + len(self.logprobs)
+
+    def since(self, position: int) -> PromptLogprobs:
+        """Those from a position on."""
+        skipped = position - self.first
+        return PromptLogprobs(position, self.logprobs[skipped:], self.top[skipped:])
+
+
+def wants_prompt_logprobs(plan: StepPlan) -> bool:
+    return any(_wanted(share) for share in plan.shares)
+
+
+def prompt_logprobs(decoder: Decoder, hidden: Tensor, plan: StepPlan, starts: list[int]) -> dict[int, PromptLogprobs]:
+    """By sequence id. Waits for the device, which such requests are worth."""
+    found = {}
+    for share, start in zip(plan.shares, starts, strict=False):
+        if _wanted(share):
+            found[share.sequence.id] = _of_share(decoder, hidden[start : start + share.count], share)
+    return found
+
+
+def _wanted(share: Share) -> bool:
+    return share.sequence.needs_all_logits and share.start + 1 < len(share.sequence.prompt)
+
+
+def _of_share(decoder: Decoder, hidden: Tensor, share: Share) -> PromptLogprobs:
+    sequence, first = share.sequence, share.start + 1
+    targets = torch.tensor(sequence.prompt[first : first + share.count], device=hidden.device)
+    most = sequence.params.prompt_logprobs or 0
+    logprobs: list[float] = []
+    top: list[list[tuple[int, float]]] = []
+    for begin in range(0, len(targets), ROWS):
+        wanted = targets[begin : begin + ROWS]
+        rows = decoder.logits(hidden[begin : begin + len(wanted)]).float().log_softmax(-1)
+        logprobs += rows.gather(-1, wanted[:, None])[:, 0].tolist()
+        values, ids = rows.topk(min(most, rows.shape[1]), dim=-1)
+        top += [list(zip(row, scores, strict=True)) for row, scores in
+                zip(ids.tolist(), values.tolist(), strict=True)]  # fmt: skip
+    return PromptLogprobs(first, logprobs, top)

@@ -1,0 +1,219 @@
+"""From logits to tokens, on the device: penalties, biases, bans, the draw, and log-probabilities where asked for.
+
+What a step needs from the host is made anew only when the set of sequences changes. Penalties keep, for every place,
+how often each token was answered and whether it stood in the prompt; the tables exist from the first request on that
+asks for a penalty.
+
+A sequence that speculates has a row for its last token and one for each guess behind it. What penalties and guides say
+of a row depends on the guesses in front of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.runtime.core.sequence import Guide, Sequence
+from quantkit.runtime.model.ops import Ops
+from quantkit.runtime.sampling.rejection import Proposed, verify
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of every sampling sequence, on the device. `top` and `top_logprobs` hold the most probable tokens."""
+
+    tokens: Tensor  # int64 [rows]
+    logprobs: Tensor | None = None  # float32 [rows], before penalties and temperature
+    top: Tensor | None = None  # int64 [rows, most]
+    top_logprobs: Tensor | None = None  # float32 [rows, most]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Parameters of the rows of a batch, on the device."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+
+Guesses = Ordered[tuple[int, ...]]  # in front of each row
+
+
+class Sampler:
+    def __init__(self, ops: Ops, vocab: int, places: int, device: torch.device, seed: int = 0) -> None:
+        """`seed` is for what no request's own seed decides."""
+        self._ops = ops
+        self._vocab = vocab
+        self._places = places
+        self._device = device
+        self._settings_of: tuple[int, ...] = ()
+        self._settings: Settings | None = None
+        self._answered: Tensor | None = None  # int32 [places, vocab]
+        self._prompted: Tensor | None = None  # bool [places, vocab]
+        self._owners: dict[int, tuple[int, int]] = {}  # place -> sequence whose tokens the tables count, and its stay
+        self._counted: dict[int, int] = {}  # place -> tokens of the answer that the tables count
+        self._random = torch.Generator(device).manual_seed(seed)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        logits: Tensor,
+        sequences: Ordered[Sequence],
+        places: Tensor,
+        positions: Tensor,
+        guesses: Guesses | None = None,
+        proposed: Proposed | None = None,
+    ) -> Samples:
+        """A token for each row of logits [rows, vocab]; `positions` [rows] are those of the tokens in front.
+
+        `guesses` stand between what is known of a sequence and each row; `proposed` are the ones that were drawn from
+        a distribution, to be accepted by what they had been worth there.
+        """
+        raw = logits
+        if any(sequence.params.shapes_logits or sequence.guide is not None for sequence in sequences):
+            logits = self._shaped(logits.float().clone(), sequences, guesses or [()] * len(sequences))
+        if all(sequence.params.greedy for sequence in sequences):
+            tokens, _ = self._ops.greedy(logits)
+        else:
+            s = self._settings_for(sequences)
+            tokens, _ = self._ops.sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions)
+            if proposed is not None:
+                at = proposed.rows
+                kept = (s.temperature[at], s.top_k[at], s.top_p[at], s.min_p[at])
+                tokens[at] = verify(logits[at], proposed, *kept, self._random)
+        self._count(sequences, places, tokens)
+        most = max((sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None),
+                   default=None)  # fmt: skip
+        return Samples(tokens) if most is None else _with_logprobs(raw, tokens, most)
+
+    def _settings_for(self, sequences: Ordered[Sequence]) -> Settings:
+        key = tuple(sequence.id for sequence in sequences)
+        if key != self._settings_of or self._settings is None:
+            self._settings = settings_of(sequences, [sequence.seed for sequence in sequences], self._device)
+            self._settings_of = key
+        return self._settings
+
+    def _shaped(self, logits: Tensor, sequences: Ordered[Sequence], guesses: Guesses) -> Tensor:
+        """Penalties, biases, and no end before the least number of tokens; changes logits [rows, vocab] in place."""
+        penalized = [row for row, sequence in enumerate(sequences) if sequence.params.penalized]
+        if penalized:
+            self._penalize(logits, penalized, sequences, guesses)
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for row, sequence in enumerate(sequences):
+            changes = dict(sequence.params.logit_bias)
+            length = sequence.length + len(guesses[row]) - len(sequence.prompt)  # its new token is counted
+            early = length <= sequence.params.min_tokens
+            if early and sequence.guide is None:  # a guide knows when it ends
+                changes |= dict.fromkeys(sequence.end_tokens, float("-inf"))
+            rows += [row] * len(changes)
+            tokens += changes.keys()
+            values += changes.values()
+        if rows:
+            at = torch.tensor([rows, tokens]).to(self._device, non_blocking=True)
+            logits[at[0], at[1]] += torch.tensor(values).to(self._device, non_blocking=True)
+        for row, sequence in enumerate(sequences):
+            if sequence.guide is not None:
+                self._restrict(logits[row], sequence.guide, guesses[row])
+        return logits
+
+    def _restrict(self, logits: Tensor, guide: Guide, guesses: tuple[int, ...]) -> None:
+        """Bans what a guide does not allow behind these guesses.
+
+        One that is broken allows all: it ends its sequence with the next token. So does one that does not allow the
+        guesses: what is sampled behind them is not looked at.
+        """
+        try:
+            allowed = guide.mask_behind(guesses) if guesses else guide.mask()
+        except QuantkitError:
+            return
+        logits.masked_fill_(~allowed.to(self._device, non_blocking=True), float("-inf"))
+
+    def _penalize(self, logits: Tensor, rows: list[int], owners: Ordered[Sequence], guesses: Guesses) -> None:
+        sequences = [owners[row] for row in rows]
+        answered, prompted = self._tables(sequences)
+        places = torch.tensor([sequence.slot for sequence in sequences], device=self._device)
+        at = torch.tensor(rows, device=self._device)
+        params = [sequence.params for sequence in sequences]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=self._device)[:, None]
+
+        counts = answered[places]
+        ahead = [(number, token) for number, row in enumerate(rows) for token in guesses[row]]
+        if ahead:
+            number, token = torch.tensor(ahead, device=self._device).unbind(1)
+            counts.index_put_((number, token), counts.new_ones(1), accumulate=True)
+        changed = logits[at]
+        repetition = column([p.repetition_penalty for p in params])
+        seen = (counts > 0) | prompted[places]
+        weaker = torch.where(changed > 0, changed / repetition, changed * repetition)
+        changed = torch.where(seen, weaker, changed)
+        changed -= counts * column([p.frequency_penalty for p in params])
+        changed -= (counts > 0) * column([p.presence_penalty for p in params])
+        logits[at] = changed
+
+    def _tables(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+        if self._answered is None or self._prompted is None:
+            shape = (self._places, self._vocab)
+            self._answered = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._prompted = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        for sequence in sequences:
+            stay = (sequence.id, sequence.preempted)
+            if self._owners.get(sequence.slot) != stay:  # new in this place: all its tokens are known
+                self._owners[sequence.slot] = stay
+                self._counted[sequence.slot] = 0
+                self._answered[sequence.slot] = 0
+                self._prompted[sequence.slot] = False
+                self._prompted[sequence.slot, torch.tensor(sequence.prompt, device=self._device)] = True
+            new = sequence.answer[self._counted[sequence.slot] :]
+            if new:
+                answer = torch.tensor(new, dtype=torch.int64, device=self._device)
+                self._answered[sequence.slot] += torch.bincount(answer, minlength=self._vocab)
+                self._counted[sequence.slot] += len(new)
+        return self._answered, self._prompted
+
+    def _count(self, sequences: Ordered[Sequence], places: Tensor, tokens: Tensor) -> None:
+        """Tokens that the next step must count, though the host may not know them then.
+
+        Of a sequence with guesses the host must know which were right before its next step; they are counted there.
+        """
+        penalized = [row for row, one in enumerate(sequences) if one.params.penalized]
+        if penalized and self._answered is not None:
+            times = Counter(one.id for one in sequences)
+            rows = [row for row in penalized if times[sequences[row].id] == 1]
+            at = torch.tensor(rows, dtype=torch.int64, device=self._device)
+            self._answered[places[at], tokens[at]] += 1
+            for row in rows:
+                self._counted[sequences[row].slot] += 1
+
+
+def settings_of(sequences: Ordered[Sequence], seeds: list[int], device: torch.device) -> Settings:
+    params = [sequence.params for sequence in sequences]
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    return Settings(
+        temperature=column([p.temperature for p in params], torch.float32),
+        top_k=column([p.top_k for p in params], torch.int32),
+        top_p=column([p.top_p for p in params], torch.float32),
+        min_p=column([p.min_p for p in params], torch.float32),
+        seed=column(seeds, torch.int64),
+    )
+
+
+def _with_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Samples:
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    values, top = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+    return Samples(tokens, chosen, top, values)
