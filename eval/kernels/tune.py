@@ -10,9 +10,6 @@ from torch import Tensor
 from quantkit.eval.kernels.cases import Case, LinearCase
 from quantkit.eval.kernels.problems import LinearProblem, make_problems
 from quantkit.kernels.linear import op
-from quantkit.kernels.linear.dense.weight import HalfWeight
-from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
-from quantkit.kernels.linear.weight_only.packed import PackedWeight
 
 
 @torch.no_grad()
@@ -30,7 +27,7 @@ def tune_cases(cases: Sequence[Case], device: torch.device, progress: Callable[[
             weight = op.prepare_plain(dense)
         else:
             weight = op.prepare(fmt, quantized, problem.x.dtype)
-        if isinstance(weight, PackedWeight | EightBitWeight | HalfWeight):
+        if weight is not None:
 
             def expected(x: Tensor, dense: Tensor = dense, problem: LinearProblem = problem) -> Tensor:
                 fmt, quantized = problem.weight.fmt, problem.weight.quantized

@@ -17,9 +17,9 @@ off instead of rounding them. There all products run in float32 (Neoverse N1, 2 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from quantkit.formats.codebook import table_of
 from quantkit.formats.ct_float8 import BLOCK
 from quantkit.formats.integer import middle_code
 from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
+from quantkit.kernels.linear.weight import Choice, Kernel, Untuned, by_name
 
 SLAB = 1 << 20  # weights decoded at a time: 2 to 4 MB, about what two cores keep in their caches
 PACKED_TOKENS = 32  # up to which packed products run
@@ -87,7 +88,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class CpuWeight:
+class CpuWeight(Untuned):
     """One linear layer's weight for x of one dtype. Four-bit weights for bfloat16 are kept twice, a byte in all."""
 
     fmt: Format
@@ -103,6 +104,17 @@ class CpuWeight:
     def nbytes(self) -> int:
         parts = [*vars(self.rows).values(), *(vars(self.nibbles).values() if self.nibbles else ()), self.order]
         return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.codes.device
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return _KERNELS
+
+    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        return Choice(choose(self, tokens), None, f"on the CPU, {tokens} tokens")
 
 
 def why_not(quantized: QuantizedWeight) -> str | None:
@@ -121,8 +133,8 @@ def why_not(quantized: QuantizedWeight) -> str | None:
     return None if isinstance(quantized, AbsmaxInt8Weight) else f"a {type(quantized).__name__}"
 
 
-def pack(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuWeight | None:
-    """Lays a weight out for x of this dtype; None where `why_not` says why."""
+def lay_out(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuWeight | None:
+    """In the order of the products, for x of this dtype; None where `why_not` says why."""
     if dtype not in (*HALVES, torch.float32):
         raise InputError(f"linear on a CPU: dtype is {str(dtype)[6:]}, but must be bfloat16, float16, float32")
     device = next(part.device for part in vars(quantized).values() if isinstance(part, Tensor))
@@ -138,7 +150,12 @@ def pack(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuWeig
     return CpuWeight(fmt, *quantized.shape, dtype, _rows(quantized), nibbles, order, input_scale)
 
 
-def matmul(x: Tensor, weight: CpuWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+Product = Callable[[Tensor, CpuWeight, Tensor | None, Tensor], Tensor]
+
+
+def _matmul(
+    product: Product, x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """y [tokens, outputs] = x [tokens, inputs] @ weight.T + bias, all in the weight's dtype."""
     _check(x, weight, bias, out)
     y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
@@ -148,8 +165,7 @@ def matmul(x: Tensor, weight: CpuWeight, bias: Tensor | None = None, out: Tensor
         x = weight.fmt.served_inputs(x, weight.input_scale)
     if weight.order is not None:
         x = x[:, weight.order]
-    run = {"int4": _int4, "int8": _int8, "slabs": _slabs}[choose(weight, x.shape[0])]
-    return run(x.to(product_dtype(weight.dtype)), weight, bias, y)
+    return product(x.to(product_dtype(weight.dtype)), weight, bias, y)
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -173,7 +189,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def choose(weight: CpuWeight, tokens: int) -> str:
-    """Which product `matmul` takes: int4, int8 or slabs."""
+    """The fastest product: int4, int8 or slabs."""
     plain = product_dtype(weight.dtype) != weight.dtype
     if weight.dtype != torch.bfloat16 or tokens > (PLAIN_PACKED_TOKENS if plain else PACKED_TOKENS):
         return "slabs"
@@ -215,6 +231,13 @@ def _int8(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> Tenso
 
 def _slabs(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> Tensor:
     return _by_slabs(x, lambda start, stop: weight.rows.decode(start, stop, x.dtype), bias, y)
+
+
+_KERNELS = by_name(
+    Kernel("int4", partial(_matmul, _int4)),
+    Kernel("int8", partial(_matmul, _int8)),
+    Kernel("slabs", partial(_matmul, _slabs)),
+)
 
 
 def _by_slabs(x: Tensor, rows: Callable[[int, int], Tensor], bias: Tensor | None, y: Tensor) -> Tensor:

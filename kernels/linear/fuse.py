@@ -1,20 +1,18 @@
 """Layers that read the same input as one: queries, keys and values, or gate and up.
 
 One matmul over all their outputs fills a GPU better than one after the other. What joins must agree in everything but
-outputs: kind, groups, the order of columns; and every layer but the last must end where a tile of outputs ends.
+outputs: kind, groups, the order of columns; and every layer but the last must end where a tile of outputs ends. Each
+weight class knows the rest: `LinearWeight.join`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
-from quantkit.kernels.linear.op import LinearWeight
-from quantkit.kernels.linear.weight_only.packed import ROWS, Nested, PackedWeight
+from quantkit.kernels.linear.weight import ROWS, LinearWeight
 
 
 def join(weights: Sequence[LinearWeight]) -> LinearWeight | None:
@@ -23,83 +21,10 @@ def join(weights: Sequence[LinearWeight]) -> LinearWeight | None:
         return weights[0]
     if any(weight.outputs % ROWS for weight in weights[:-1]):
         return None
-    if all(isinstance(weight, PackedWeight) for weight in weights):
-        return _join_packed(weights)  # type: ignore[arg-type]
-    if all(isinstance(weight, EightBitWeight) for weight in weights):
-        return _join_eight_bit(weights)  # type: ignore[arg-type]
-    return None
+    return weights[0].join(weights[1:])
 
 
-def _join_packed(weights: Sequence[PackedWeight]) -> PackedWeight | None:
-    first = weights[0]
-    if any(_meaning(weight) != _meaning(first) or not _same(weight.order, first.order) for weight in weights):
-        return None
-    nested = None
-    if first.nested is not None:
-        nested = _join_nested(weights)
-        if nested is None:
-            return None
-    return replace(
-        first,
-        outputs=sum(weight.outputs for weight in weights),
-        words=torch.cat([weight.words for weight in weights], 1),
-        high=_cat([weight.high for weight in weights]),
-        scales=_cat([weight.scales for weight in weights]),
-        zeros=_cat([weight.zeros for weight in weights]),
-        nested=nested,
-    )
-
-
-def _meaning(weight: PackedWeight) -> tuple[object, ...]:
-    """What a kernel is compiled for, and the dtype of scales."""
-    scales = None if weight.scales is None else weight.scales.dtype
-    return weight.inputs, scales, tuple(weight.constants().items()), weight.high is None
-
-
-def _join_nested(weights: Sequence[PackedWeight]) -> Nested | None:
-    """Second-level scales count blocks over all outputs, so each layer but the last must have whole ones."""
-    parts: list[Nested] = [weight.nested for weight in weights if weight.nested is not None]
-    blocks = [weight.outputs * (weight.inputs // weight.group) for weight in weights]
-    every = parts[0].every
-    same_table = all(torch.equal(part.table, parts[0].table) for part in parts)
-    if not same_table or any(count % every for count in blocks[:-1]):
-        return None
-    kept = [part.scales[: count // every] for part, count in zip(parts[:-1], blocks[:-1], strict=True)]
-    return Nested(
-        codes=torch.cat([part.codes for part in parts], 1),
-        table=parts[0].table,
-        scales=torch.cat([*kept, parts[-1].scales]),
-        offsets=torch.cat([part.offsets for part in parts]),
-        every=every,
-    )
-
-
-def _join_eight_bit(weights: Sequence[EightBitWeight]) -> EightBitWeight | None:
-    """Static activation scales are one number, which must be the same for all."""
-    first = weights[0]
-    for weight in weights[1:]:
-        alike = (
-            (weight.kind, weight.inputs, weight.activations, weight.threshold, weight.scales.ndim)
-            == (first.kind, first.inputs, first.activations, first.threshold, first.scales.ndim)
-        )  # fmt: skip
-        if not alike or not _same(weight.input_scale, first.input_scale):
-            return None
-    bytes_ = torch.cat([weight.values.view(torch.uint8) for weight in weights])
-    return replace(
-        first,
-        outputs=sum(weight.outputs for weight in weights),
-        values=bytes_.view(first.values.dtype),
-        scales=torch.cat([weight.scales for weight in weights]),
-    )
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
-
-
-def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Outputs are the second dimension of everything that kernels read."""
-    given = [part for part in parts if part is not None]
-    return torch.cat(given, 1) if given else None

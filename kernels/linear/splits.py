@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.linear.weight_only.packed import TICKETS
+from quantkit.kernels.linear.weight import TICKETS
 from quantkit.kernels.linear.weight_only.unpack import to_half
+
+_SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 class Tile(Protocol):
@@ -48,6 +50,20 @@ def cut(kernel: str, tokens: int, outputs: int, rows: int, steps: int, tile: Til
         raise InputError(f"{kernel}: {across * down} tiles share their inputs, but at most {TICKETS} can")
     room = across * down * splits * tile.outputs * tile.tokens if splits > 1 else 0
     return Cut((across, down, splits), per_split, torch.empty(room, dtype=torch.float32, device=device))
+
+
+def splits_that_fill(tiles: int, steps: int, programs: int) -> int:
+    """The power of two that brings tiles nearest to the wanted number of programs, with two steps each at least."""
+    wanted = 1
+    while wanted * 2 * tiles <= programs and wanted * 4 <= steps:
+        wanted *= 2
+    return wanted
+
+
+def splits_to_try(outputs: int, tile: int, most: int, tokens: int, steps: int) -> list[int]:
+    """Splits worth a measurement, for tiles of so many outputs and tokens."""
+    tiles = -(-outputs // tile) * -(-most // tokens)
+    return [n for n in _SPLITS if n == 1 or (tiles * n <= 3200 and tiles <= TICKETS and 2 * n <= steps and most <= 256)]
 
 
 @triton.jit

@@ -243,5 +243,5 @@ def test_the_int8_kernel_computes_what_bitsandbytes_does(tokens: int, bnb: Modul
     state.threshold, state.is_training, state.has_fp16_weights = 6.0, False, False
     theirs = matmul(inputs, quantized.codes, state=state).float()
     config = eight_bit_matmul.EightBitConfig(32, 8, 128, 2, 3)
-    ours = eight_bit_matmul.matmul(inputs, eight_bit.pack(fmt, quantized), config).float()
+    ours = eight_bit_matmul.matmul(inputs, eight_bit.lay_out(fmt, quantized), config).float()
     assert float((theirs - ours).norm() / ours.norm()) < 2e-3  # float16 results, rounded once each

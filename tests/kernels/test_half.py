@@ -9,10 +9,10 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.kernels.linear import dispatch, op, tuning
-from quantkit.kernels.linear.dense import weight as half_weight
 from quantkit.kernels.linear.dense.half import HalfConfig, matmul
-from quantkit.kernels.linear.dense.weight import HalfWeight
-from quantkit.kernels.linear.dispatch import choose, default_choice
+from quantkit.kernels.linear.dense.weight import BUCKETS, HalfWeight, lay_out, supports
+from quantkit.kernels.linear.dispatch import choose
+from quantkit.kernels.linear.weight import Choice
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 from quantkit.runtime.model.layers import Linear
 
@@ -51,7 +51,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 )
 def test_every_way_to_cut(outputs: int, inputs: int, tokens: int, config: HalfConfig, dtype: str, device: str) -> None:
     weight, x, bias = make(outputs, inputs, tokens, dtype, device)
-    prepared = half_weight.pack(weight)
+    prepared = lay_out(weight)
     out = torch.full((tokens, outputs), float("nan"), dtype=x.dtype, device=device)
     for _ in range(2):  # the second call finds the tickets as the first one left them
         assert matmul(x, prepared, config, bias=bias, out=out) is out
@@ -67,19 +67,19 @@ def test_rows_may_lie_apart(device: str) -> None:
     apart = torch.randn(5, 200, device=device).to(x.dtype)
     apart[:, 40:168] = x
     wide = torch.full((5, 90), 7.0, dtype=x.dtype, device=device)
-    matmul(apart[:, 40:168], half_weight.pack(weight), HalfConfig(64, 16, 128), out=wide[:, 10:74])
+    matmul(apart[:, 40:168], lay_out(weight), HalfConfig(64, 16, 128), out=wide[:, 10:74])
     assert relative_error(wide[:, 10:74], exact(x, weight)) < 5e-3
     assert bool((wide[:, :10] == 7).all() and (wide[:, 74:] == 7).all())
 
 
 def test_no_tokens(device: str) -> None:
     weight, x, _ = make(64, 128, 0, "bfloat16", device)
-    assert matmul(x, half_weight.pack(weight), HalfConfig()).shape == (0, 64)
+    assert matmul(x, lay_out(weight), HalfConfig()).shape == (0, 64)
 
 
 def test_wrong_arguments(device: str) -> None:
     weight, x, bias = make(64, 128, 2, "bfloat16", device)
-    prepared = half_weight.pack(weight)
+    prepared = lay_out(weight)
     for wrong, words in (
         ((x[:, :64], None), r"must be \[any, 128\]"),
         ((x.half(), None), "x is float16, but must be bfloat16"),
@@ -114,22 +114,23 @@ def test_measured_entries_come_first() -> None:
 
 def test_defaults_of_unmeasured_shapes() -> None:
     for tokens in (1, 8, 16):
-        choice = default_choice(weight_of(5120, 5120), tokens, 132)
+        choice = weight_of(5120, 5120).default(tokens, 132)
         assert choice.kernel == "half"
         assert isinstance(choice.config, HalfConfig)
         assert "no measurement" in choice.why
-    small, odd, many = weight_of(512, 512), weight_of(8192, 4097), default_choice(weight_of(5120, 5120), 32, 132)
-    assert default_choice(small, 1, 132).kernel == default_choice(odd, 1, 132).kernel == many.kernel == "cublas"
+    small, odd, many = weight_of(512, 512), weight_of(8192, 4097), weight_of(5120, 5120).default(32, 132)
+    assert small.default(1, 132).kernel == odd.default(1, 132).kernel == many.kernel == "cublas"
 
 
 def test_entries_come_back_as_they_were() -> None:
-    for choice in (dispatch.Choice("half", HalfConfig(32, 8, 256, 2, 6, 2), "x"), dispatch.Choice("cublas", None, "x")):
-        assert dispatch.from_entry(json.loads(json.dumps(dispatch.to_entry(choice))), "x") == choice
+    kernels = weight_of(8, 8).kernels
+    for choice in (Choice("half", HalfConfig(32, 8, 256, 2, 6, 2), "x"), Choice("cublas", None, "x")):
+        assert dispatch.from_entry(json.loads(json.dumps(dispatch.to_entry(choice))), kernels, "x") == choice
 
 
 def test_candidates_fit() -> None:
-    for most in dispatch.HALF_BUCKETS:
-        found = list(tuning.candidates(weight_of(4096, 4096), most))
+    for most in BUCKETS:
+        found = list(weight_of(4096, 4096).candidates(most))
         assert [choice.kernel for choice in found].count("cublas") == 1
         configs = [choice.config for choice in found if isinstance(choice.config, HalfConfig)]
         assert len(configs) > 4
@@ -141,10 +142,10 @@ def test_only_16_bit_on_a_gpu() -> None:
     """Anything else stays torch's."""
     assert op.prepare_plain(torch.randn(4, 4)) is None
     assert op.prepare_plain(torch.randn(4, 4, dtype=torch.bfloat16)) is None  # on a CPU
-    assert not half_weight.supports(torch.randn(4, 4))
-    assert not half_weight.supports(torch.randn(4, 8, dtype=torch.bfloat16).mT)
-    assert not half_weight.supports(torch.empty(0, 8, dtype=torch.bfloat16))
-    assert half_weight.supports(torch.randn(4, 8, dtype=torch.float16))
+    assert not supports(torch.randn(4, 4))
+    assert not supports(torch.randn(4, 8, dtype=torch.bfloat16).mT)
+    assert not supports(torch.empty(0, 8, dtype=torch.bfloat16))
+    assert supports(torch.randn(4, 8, dtype=torch.float16))
 
 
 def test_the_op_and_the_layer(device: str) -> None:
@@ -155,13 +156,13 @@ def test_the_op_and_the_layer(device: str) -> None:
             assert relative_error(layer(x), exact(x, weight, bias)) < 5e-3
             both = dataclasses.replace(layer, weights=(weight[:80].clone(), weight[80:].clone()))
             assert relative_error(both(x), exact(x, weight, bias)) < 5e-3
-            prepared = half_weight.pack(weight)
+            prepared = lay_out(weight)
             out = torch.empty(tokens, outputs, dtype=x.dtype, device=device)
-            torch_choice = dispatch.Choice("cublas", None, "")
+            torch_choice = Choice("cublas", None, "")
             for given in (None, bias):
                 assert op.run(torch_choice, x, prepared, given, out) is out
                 assert relative_error(out, exact(x, weight, given)) < 5e-3
-            assert op.explain(prepared, tokens).startswith(("half HalfConfig(", "cublas "))
+            assert op.explain(prepared, tokens).startswith(("half HalfConfig(", "cublas: "))
 
 
 @pytest.mark.gpu
@@ -186,7 +187,7 @@ def test_tuning_finds_an_entry() -> None:
     weight, _, _ = make(1024, 2048, 1, "float16", "cuda")
     lines: list[str] = []
     entries = tuning.tune(
-        half_weight.pack(weight),
+        lay_out(weight),
         lambda x: exact(x, weight),
         buckets=(16,),
         dtype=weight.dtype,

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.formats.codebook import table_of
 from quantkit.kernels.linear.weight_only.assembly import assembly, pair_table
-from quantkit.kernels.linear.weight_only.packed import _lanes
+from quantkit.kernels.linear.weight_only.weight import _lanes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WORD = 0xFFFFFFFF

@@ -21,6 +21,7 @@ from quantkit.formats import (
     QuantizedWeight,
 )
 from quantkit.kernels.linear import cpu
+from quantkit.kernels.linear.op import linear
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 
@@ -54,15 +55,15 @@ def make_x(tokens: int, inputs: int, dtype: torch.dtype, mean: float = 0.0) -> T
     return (torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(tokens)) + mean).to(dtype)
 
 
-def packed(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> cpu.CpuWeight:
-    weight = cpu.pack(fmt, quantized, dtype)
+def laid_out(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> cpu.CpuWeight:
+    weight = cpu.lay_out(fmt, quantized, dtype)
     assert weight is not None, cpu.why_not(quantized)
     return weight
 
 
 def assert_close(x: Tensor, fmt: Format, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
     """Within the limit of x's dtype, and at most twice as far from the exact result as the plain meaning is."""
-    y = cpu.matmul(x, packed(fmt, quantized, x.dtype), bias)
+    y = linear(x, laid_out(fmt, quantized, x.dtype), bias)
     assert y.shape == (x.shape[0], quantized.shape[0])
     assert y.dtype == x.dtype
     if y.numel() == 0:
@@ -97,7 +98,7 @@ def test_odd_shapes(fmt: Format, outputs: int, tokens: int) -> None:
 )
 def test_inputs_that_packed_products_cannot_take(fmt: Format, inputs: int) -> None:
     quantized = make(fmt, 33, inputs)
-    assert cpu.choose(packed(fmt, quantized, torch.bfloat16), 1) == "slabs"
+    assert cpu.choose(laid_out(fmt, quantized, torch.bfloat16), 1) == "slabs"
     assert_close(make_x(5, inputs, torch.bfloat16), fmt, quantized)
 
 
@@ -132,7 +133,7 @@ def test_more_than_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_choice() -> None:
     def chosen(fmt: Format, dtype: torch.dtype, tokens: int) -> str:
-        return cpu.choose(packed(fmt, make(fmt, 64, 128), dtype), tokens)
+        return cpu.choose(laid_out(fmt, make(fmt, 64, 128), dtype), tokens)
 
     four, eight = CtPacked(bits=4, group_size=32), CtInt8()
     most = 32 if cpu.product_dtype(torch.bfloat16) == torch.bfloat16 else 4
@@ -156,10 +157,10 @@ def test_weights_that_are_not_quantized(biased: bool, dtype: torch.dtype, monkey
 
 def test_four_bits_take_half_a_byte() -> None:
     quantized = make(Nf4(), 256, 1024)
-    assert packed(Nf4(), quantized, torch.bfloat16).nbytes < 0.6 * quantized.codes.nbytes  # type: ignore[attr-defined]
+    assert laid_out(Nf4(), quantized, torch.bfloat16).nbytes < 0.6 * quantized.codes.nbytes  # type: ignore[attr-defined]
     fmt = CtPacked(bits=4, group_size=128)
-    assert packed(fmt, make(fmt, 256, 1024), torch.float16).nbytes < 0.6 * 256 * 1024
-    assert packed(fmt, make(fmt, 256, 1024), torch.bfloat16).nbytes < 1.1 * 256 * 1024  # in two orders
+    assert laid_out(fmt, make(fmt, 256, 1024), torch.float16).nbytes < 0.6 * 256 * 1024
+    assert laid_out(fmt, make(fmt, 256, 1024), torch.bfloat16).nbytes < 1.1 * 256 * 1024  # in two orders
 
 
 def test_out_and_strides() -> None:
@@ -168,9 +169,9 @@ def test_out_and_strides() -> None:
         quantized = make(fmt, 40, 128)
         wide = make_x(5, 300, torch.bfloat16)
         x, out = wide[:, 1:129], torch.full((5, 50), 7.0).bfloat16()
-        y = cpu.matmul(x, packed(fmt, quantized, x.dtype), out=out[:, 3:43])
+        y = linear(x, laid_out(fmt, quantized, x.dtype), out=out[:, 3:43])
         assert y.data_ptr() == out[:, 3:].data_ptr()
-        assert torch.equal(y, cpu.matmul(x.contiguous(), packed(fmt, quantized, x.dtype)))
+        assert torch.equal(y, linear(x.contiguous(), laid_out(fmt, quantized, x.dtype)))
         assert bool((out[:, :3] == 7).all())
         assert bool((out[:, 43:] == 7).all())
 
@@ -179,36 +180,36 @@ def test_codes_at_an_odd_address() -> None:
     flat = torch.zeros(16 * 128 + 1, dtype=torch.int8)
     quantized = AbsmaxInt8Weight(flat[1:].view(16, 128), torch.ones(16))
     x = torch.zeros(129, dtype=torch.bfloat16)[1:].view(1, 128)
-    assert cpu.choose(packed(LlmInt8(), quantized, x.dtype), 1) == "int8"
-    assert not bool(cpu.matmul(x, packed(LlmInt8(), quantized, x.dtype)).any())
+    assert cpu.choose(laid_out(LlmInt8(), quantized, x.dtype), 1) == "int8"
+    assert not bool(linear(x, laid_out(LlmInt8(), quantized, x.dtype)).any())
 
 
 def test_weights_it_leaves_to_others() -> None:
     ragged = replace(make(CtPacked(group_size=64), 8, 128), group_of=torch.zeros(128, dtype=torch.int32))  # type: ignore[type-var]
-    assert cpu.pack(CtPacked(group_size=64), ragged, torch.float16) is None
+    assert cpu.lay_out(CtPacked(group_size=64), ragged, torch.float16) is None
     assert "do not divide 128 inputs" in str(cpu.why_not(ragged))
     across = make(Nf4(), 8, 100)
-    assert cpu.pack(Nf4(), across, torch.float16) is None
+    assert cpu.lay_out(Nf4(), across, torch.float16) is None
     assert "across the ends of rows of 100 inputs" in str(cpu.why_not(across))
     blocks = CtFloat8(strategy="block")
-    assert cpu.pack(blocks, make(blocks, 8, 200), torch.float16) is None
+    assert cpu.lay_out(blocks, make(blocks, 8, 200), torch.float16) is None
 
 
 def test_refuses_what_it_cannot_take() -> None:
     fmt = CtPacked(bits=4, group_size=32)
     quantized = make(fmt, 40, 128)
-    weight, x = packed(fmt, quantized, torch.bfloat16), make_x(3, 128, torch.bfloat16)
+    weight, x = laid_out(fmt, quantized, torch.bfloat16), make_x(3, 128, torch.bfloat16)
     refused = [
-        (r"x has shape \[3, 127\], but must be \[any, 128\]", lambda: cpu.matmul(x[:, 1:], weight)),
-        (r"x has shape \[128\]", lambda: cpu.matmul(x[0], weight)),
-        ("x is float16, but must be bfloat16", lambda: cpu.matmul(x.half(), weight)),
-        (r"bias has shape \[3\], but must be \[40\]", lambda: cpu.matmul(x, weight, x[:, 0])),
-        ("bias is float32", lambda: cpu.matmul(x, weight, torch.zeros(40))),
-        (r"out has shape \[3, 128\], but must be \[3, 40\]", lambda: cpu.matmul(x, weight, out=x)),
-        ("out is float32", lambda: cpu.matmul(x, weight, out=torch.zeros(3, 40))),
-        ("one device", lambda: cpu.matmul(x.to("meta"), weight)),
-        ("dtype is float64", lambda: cpu.pack(fmt, quantized, torch.float64)),
-        ("move it to the CPU", lambda: cpu.pack(LlmInt8(), make_meta(), torch.bfloat16)),
+        (r"x has shape \[3, 127\], but must be \[any, 128\]", lambda: linear(x[:, 1:], weight)),
+        (r"x has shape \[128\]", lambda: linear(x[0], weight)),
+        ("x is float16, but must be bfloat16", lambda: linear(x.half(), weight)),
+        (r"bias has shape \[3\], but must be \[40\]", lambda: linear(x, weight, x[:, 0])),
+        ("bias is float32", lambda: linear(x, weight, torch.zeros(40))),
+        (r"out has shape \[3, 128\], but must be \[3, 40\]", lambda: linear(x, weight, out=x)),
+        ("out is float32", lambda: linear(x, weight, out=torch.zeros(3, 40))),
+        ("one device", lambda: linear(x.to("meta"), weight)),
+        ("dtype is float64", lambda: cpu.lay_out(fmt, quantized, torch.float64)),
+        ("move it to the CPU", lambda: cpu.lay_out(LlmInt8(), make_meta(), torch.bfloat16)),
     ]
     for words, call in refused:
         with pytest.raises(InputError, match=words):

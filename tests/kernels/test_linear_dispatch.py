@@ -1,36 +1,49 @@
 """Which kernel is taken: from a measured table, from a related one, from defaults; and the op that hides it all."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtPacked, Format, LlmInt8, Nf4
 from quantkit.kernels.linear import dispatch, op, tuning
-from quantkit.kernels.linear.dispatch import choose, default_choice, from_entry, splits, to_entry, weight_kind
+from quantkit.kernels.linear.decoded import DecodedWeight
+from quantkit.kernels.linear.dense import choices as dense
+from quantkit.kernels.linear.dense.weight import BUCKETS as HALF_BUCKETS
+from quantkit.kernels.linear.dispatch import choose, from_entry, to_entry
+from quantkit.kernels.linear.eight_bit import choices as eight_bit_choices
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
-from quantkit.kernels.linear.weight_only import packed
+from quantkit.kernels.linear.fuse import join
+from quantkit.kernels.linear.splits import splits_that_fill
+from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, Untuned, by_name, unmeasured
+from quantkit.kernels.linear.weight_only import choices as weight_only
 from quantkit.kernels.linear.weight_only.hopper import HopperConfig
 from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
+from quantkit.kernels.linear.weight_only.weight import PackedWeight, lay_out
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import relative_error
 
 pytestmark = pytest.mark.kernel
 
+ALL_KERNELS = {**weight_only.KERNELS, **eight_bit_choices.KERNELS, **dense.KERNELS}
 
-def packed_weight(fmt: Format, outputs: int = 128, inputs: int = 256) -> packed.PackedWeight:
-    return packed.pack(fmt.quantize(0.02 * torch.randn(outputs, inputs)))
+
+def packed_weight(fmt: Format, outputs: int = 128, inputs: int = 256) -> PackedWeight:
+    return lay_out(fmt.quantize(0.02 * torch.randn(outputs, inputs)))
 
 
 def test_kinds() -> None:
-    assert weight_kind(packed_weight(CtPacked(group_size=128))) == "int4-g128"
-    assert weight_kind(packed_weight(CtPacked(group_size=-1, sym=False))) == "int4-row-zeros"
-    assert weight_kind(packed_weight(Nf4())) == "nf4-g64-nested"
+    assert packed_weight(CtPacked(group_size=128)).kind == "int4-g128"
+    assert packed_weight(CtPacked(group_size=-1, sym=False)).kind == "int4-row-zeros"
+    assert packed_weight(Nf4()).kind == "nf4-g64-nested"
     fmt = CtFloat8(strategy="block")
-    assert weight_kind(eight_bit.pack(fmt, fmt.quantize(torch.randn(16, 128)))) == "fp8-block-blocks"
+    assert eight_bit.lay_out(fmt, fmt.quantize(torch.randn(16, 128))).kind == "fp8-block-blocks"
 
 
 def test_measured_entry_comes_first() -> None:
@@ -51,7 +64,7 @@ def test_defaults_run_for_every_shape(tokens: int) -> None:
     choice = choose(weight, tokens, {})
     assert choice.kernel == ("dequantize" if tokens > 256 else "skinny")
     fmt = LlmInt8()
-    eight = eight_bit.pack(fmt, fmt.quantize(torch.randn(48, 320)))
+    eight = eight_bit.lay_out(fmt, fmt.quantize(torch.randn(48, 320)))
     config = choose(eight, tokens, {}).config
     assert isinstance(config, EightBitConfig)
     assert eight.columns % config.depth == 0
@@ -59,28 +72,28 @@ def test_defaults_run_for_every_shape(tokens: int) -> None:
 
 def test_blocks_of_128_are_never_cut_across() -> None:
     fmt = CtFloat8(strategy="block")
-    weight = eight_bit.pack(fmt, fmt.quantize(torch.randn(256, 512)))
+    weight = eight_bit.lay_out(fmt, fmt.quantize(torch.randn(256, 512)))
     for tokens in dispatch.BUCKETS:
-        config = default_choice(weight, tokens, 132).config
+        config = weight.default(tokens, 132).config
         assert isinstance(config, EightBitConfig)
         assert config.depth == 128
 
 
 def test_splits_fill_the_gpu_and_leave_every_program_work() -> None:
-    assert splits(tiles=1000, steps=32, programs=900) == 1
-    assert splits(tiles=128, steps=32, programs=1000) == 4
-    assert splits(tiles=1, steps=32, programs=1000) == 16
-    assert splits(tiles=1, steps=1, programs=1000) == 1
+    assert splits_that_fill(tiles=1000, steps=32, programs=900) == 1
+    assert splits_that_fill(tiles=128, steps=32, programs=1000) == 4
+    assert splits_that_fill(tiles=1, steps=32, programs=1000) == 16
+    assert splits_that_fill(tiles=1, steps=1, programs=1000) == 1
 
 
 def test_entries_come_back_as_they_were() -> None:
     for choice in (
-        dispatch.Choice("skinny", SkinnyConfig(32, 8, 2, 3, 4, True), "x"),
-        dispatch.Choice("eight_bit", EightBitConfig(64, 16, 256, 4, 3, 2), "x"),
-        dispatch.Choice("hopper", HopperConfig(128, 4), "x"),
-        dispatch.Choice("scaled_mm", None, "x"),
+        Choice("skinny", SkinnyConfig(32, 8, 2, 3, 4, True), "x"),
+        Choice("eight_bit", EightBitConfig(64, 16, 256, 4, 3, 2), "x"),
+        Choice("hopper", HopperConfig(128, 4), "x"),
+        Choice("scaled_mm", None, "x"),
     ):
-        assert from_entry(json.loads(json.dumps(to_entry(choice))), "x") == choice
+        assert from_entry(json.loads(json.dumps(to_entry(choice))), ALL_KERNELS, "x") == choice
 
 
 def test_the_shipped_table_can_be_read() -> None:
@@ -88,17 +101,17 @@ def test_the_shipped_table_can_be_read() -> None:
     assert {"int4-g128", "nf4-g64-nested", "int8-outliers", "int8-token", "fp8-token"} <= set(table)
     for shapes in table.values():
         for buckets in shapes.values():
-            known = sorted({*dispatch.BUCKETS, *dispatch.HALF_BUCKETS})
+            known = sorted({*dispatch.BUCKETS, *HALF_BUCKETS})
             assert list(buckets) == [str(most) for most in known if str(most) in buckets]  # in order
             for entry in buckets.values():
-                from_entry(entry, "")
+                from_entry(entry, ALL_KERNELS, "")
 
 
 def test_what_a_kind_lacks_it_borrows() -> None:
     """Measurements of a relative serve; for very many tokens nobody asks a table."""
     measured = {"256x256": {"8": ["skinny", 32, 8, 2, 3, 1, False], "1024": ["hopper", 256, 3]}}
     for bits, relative in ((4, "int4-g128"), (3, "int3-g128"), (2, "int2-g64-zeros")):
-        weight = packed.pack(CtPacked(bits=bits, group_size=64).quantize(torch.randn(256, 256)))
+        weight = lay_out(CtPacked(bits=bits, group_size=64).quantize(torch.randn(256, 256)))
         table = {relative: measured}
         assert dispatch.choose(weight, 8, table).kernel == "skinny"
         assert dispatch.choose(weight, 1000, table).kernel == "hopper"
@@ -108,12 +121,12 @@ def test_what_a_kind_lacks_it_borrows() -> None:
 def test_the_shipped_table_has_what_kinds_borrow_from() -> None:
     table = dispatch.table_of("nvidia-h200")
     for fmt in (CtPacked(bits=2, group_size=32), CtPacked(bits=3, group_size=64), CtPacked(group_size=256), Nf4()):
-        assert dispatch.relative_of(packed.pack(fmt.quantize(torch.randn(256, 256)))) in table
+        assert set(lay_out(fmt.quantize(torch.randn(256, 256))).relatives) <= set(table)
 
 
 def test_three_bits_never_get_tiles_of_8_tokens() -> None:
-    weight = packed.pack(CtPacked(bits=3).quantize(torch.randn(256, 256)))
-    config = dispatch.default_choice(weight, 8, processors=132).config
+    weight = lay_out(CtPacked(bits=3).quantize(torch.randn(256, 256)))
+    config = weight.default(8, processors=132).config
     assert isinstance(config, SkinnyConfig)
     assert config.tokens == 16
 
@@ -139,7 +152,7 @@ def test_tuning_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     dispatch.table_of.cache_clear()
     fmt = CtPacked(group_size=128)
     quantized = fmt.quantize(0.02 * torch.randn(128, 256, device="cuda"))
-    weight = packed.pack(quantized)
+    weight = lay_out(quantized)
     lines: list[str] = []
 
     def expected(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +176,7 @@ def test_many_tokens_of_fp8_in_either_dtype(strategy: str, dtype: torch.dtype) -
     quantized = fmt.quantize(0.02 * torch.randn(512, 512, device="cuda"))
     weight = op.prepare(fmt, quantized, dtype)
     x = torch.randn(300, 512, device="cuda", dtype=dtype)
-    table = {weight_kind(weight): {"512x512": {"512": ["scaled_mm"]}}}
+    table = {weight.kind: {"512x512": {"512": ["scaled_mm"]}}}
     choice = choose(weight, 300, table, dtype=dtype)
     assert (choice.kernel == "scaled_mm") == (dtype == torch.bfloat16)
     right = reference.linear(x, fmt, quantized)
@@ -174,9 +187,61 @@ def test_many_tokens_of_fp8_in_either_dtype(strategy: str, dtype: torch.dtype) -
 def test_candidates_fit_the_weight() -> None:
     weight = packed_weight(CtPacked(group_size=128), 128, 1024)
     for most in dispatch.BUCKETS:
-        found = list(tuning.candidates(weight, most))
+        found = list(weight.candidates(most))
         assert found
         assert all(isinstance(choice.config, SkinnyConfig) or choice.kernel == "dequantize" for choice in found)
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    factor: int
+
+
+def multiplied(
+    x: Tensor, weight: "ToyWeight", config: ToyConfig, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    return x @ weight.values.mT * config.factor
+
+
+@dataclass(frozen=True)
+class ToyWeight(Untuned):
+    """A room from outside: it stands in tables under a kind of its own, with a kernel of its own."""
+
+    values: Tensor
+    outputs: int = 2
+    inputs: int = 3
+    nbytes: int = 24
+    kind: str = "toy"
+    relatives: tuple[str, ...] = ("toy-relative",)
+    buckets: tuple[int, ...] = (4, 16)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return by_name(Kernel("times", multiplied, ToyConfig, supports=lambda weight, dtype: dtype == torch.float32))
+
+    def bucket(self, tokens: int) -> int | None:
+        return dispatch.bucket_of(tokens, self.buckets) if tokens <= 16 else None
+
+    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        return Choice("times", ToyConfig(1), unmeasured(self))
+
+
+def test_a_weight_class_of_another_room_needs_no_edit() -> None:
+    weight: LinearWeight = ToyWeight(torch.ones(2, 3))
+    table = {"toy": {"2x3": {"4": ["times", 5]}}, "toy-relative": {"2x3": {"16": ["times", 7]}}}
+    found = [choose(weight, tokens, table, dtype=torch.float32).config.factor for tokens in (3, 9, 17)]
+    assert found == [5, 7, 1]  # its own kind, its relative, its default
+    assert choose(weight, 3, table).config.factor == 1  # the kernel does not take bfloat16
+    x = torch.ones(4, 3)
+    assert torch.equal(op.run(choose(weight, 4, table, dtype=x.dtype), x, weight), torch.full((4, 2), 15.0))
+    assert torch.equal(op.linear(x, weight), torch.full((4, 2), 3.0))
+    assert op.explain(weight, 99) == "times ToyConfig(factor=1): no measurement of toy 2x3 on this GPU"
+    assert join([weight, weight]) is None
+    assert not tuning.tune_once(op.prepare(Nf4(), Nf4().quantize(torch.randn(8, 64))), lambda x: x)  # of a CPU
 
 
 def test_the_op_on_any_device(device: str) -> None:
@@ -195,7 +260,7 @@ def test_what_no_kernel_takes_is_decoded(device: str) -> None:
     fmt = Nf4(block=64)
     quantized = fmt.quantize(torch.randn(8, 96, device=device))  # blocks reach across rows
     weight = op.prepare(fmt, quantized)
-    assert isinstance(weight, op.DecodedWeight)
+    assert isinstance(weight, DecodedWeight)
     x = torch.randn(2, 96, device=device, dtype=torch.bfloat16)
     out = torch.empty(2, 8, device=device, dtype=torch.bfloat16)
     assert op.linear(x, weight, out=out) is out

@@ -44,7 +44,7 @@ def make(fmt: Format, outputs: int, x: Tensor) -> tuple[QuantizedWeight, EightBi
     torch.manual_seed(0)
     weight = (0.02 * torch.randn(outputs, x.shape[1])).to(torch.bfloat16).to(x.device)
     quantized = fmt.with_input_scale(fmt.quantize(weight), float(x.abs().max()))
-    return quantized, eight_bit.pack(fmt, quantized)
+    return quantized, eight_bit.lay_out(fmt, quantized)
 
 
 def to_cpu(weight: QuantizedWeight) -> QuantizedWeight:
@@ -239,4 +239,4 @@ def test_wrong_input_is_refused_before_any_launch(device: str) -> None:
     with pytest.raises(InputError, match="depth of 512"):
         matmul(x, weight, EightBitConfig(32, 8, 512, 2, 3))
     with pytest.raises(InputError, match="do not take IntegerWeight of format 'ct-packed'"):
-        eight_bit.pack(CtPacked(), CtPacked().quantize(torch.randn(4, 128)))
+        eight_bit.lay_out(CtPacked(), CtPacked().quantize(torch.randn(4, 128)))

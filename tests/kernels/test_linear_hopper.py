@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, Nf4
-from quantkit.kernels.linear.weight_only import hopper, packed
+from quantkit.kernels.linear.weight_only import hopper
 from quantkit.kernels.linear.weight_only.hopper import HopperConfig
 from quantkit.kernels.linear.weight_only.hopper_shares import begin_of, next_place, place_of, program_of, shares
+from quantkit.kernels.linear.weight_only.weight import lay_out
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 
@@ -44,7 +45,7 @@ def assert_right(fmt: Format, outputs: int, x: Tensor, config: HopperConfig, *, 
     quantized = fmt.quantize((0.02 * torch.randn(outputs, x.shape[1], device="cuda") + 0.005).to(torch.bfloat16))
     addend = torch.randn(outputs, device="cuda").to(x.dtype) if bias else None
     out = torch.full((x.shape[0], outputs), float("nan"), device="cuda", dtype=x.dtype)
-    weight = packed.pack(quantized)
+    weight = lay_out(quantized)
     assert hopper.matmul(x, weight, config, bias=addend, out=out) is out
     exact = reference.exact(x, fmt, quantized, addend)
     error = relative_error(out, exact)
@@ -81,7 +82,7 @@ def test_any_number_of_tokens(tokens: int) -> None:
     if tokens:
         assert_right(FORMATS["w4g128"], 200, x, HopperConfig(128, 4))
     else:
-        weight = packed.pack(FORMATS["w4g128"].quantize(torch.randn(8, 256, device="cuda")))
+        weight = lay_out(FORMATS["w4g128"].quantize(torch.randn(8, 256, device="cuda")))
         assert hopper.matmul(x, weight, HopperConfig(128, 4)).shape == (0, 8)
 
 
@@ -96,7 +97,7 @@ def test_rows_that_the_copy_engine_cannot_take() -> None:
 @needs_hopper
 @pytest.mark.gpu
 def test_more_programs_than_flags_are_refused() -> None:
-    weight = packed.pack(FORMATS["w4g128"].quantize(torch.randn(128, 256, device="cuda")))
+    weight = lay_out(FORMATS["w4g128"].quantize(torch.randn(128, 256, device="cuda")))
     x = torch.randn(64 * 2000, 256, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(InputError, match="at most 2048 can"):
         hopper.matmul(x, weight, HopperConfig(64, 6, 2))
@@ -140,7 +141,7 @@ def test_the_table_of_pairs_waits_for_no_other_warps() -> None:
 
 
 def test_elsewhere_it_is_refused() -> None:
-    weight = packed.pack(FORMATS["w4g128"].quantize(torch.randn(8, 128)))
+    weight = lay_out(FORMATS["w4g128"].quantize(torch.randn(8, 128)))
     x = torch.randn(2, 128, dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"compute capability 9\.0"):
         hopper.matmul(x, weight, HopperConfig())

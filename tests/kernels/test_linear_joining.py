@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, LlmInt8, Nf4
-from quantkit.kernels.linear.dispatch import Choice, default_choice
-from quantkit.kernels.linear.eight_bit.weight import pack as pack_eight_bit
+from quantkit.kernels.linear.eight_bit.weight import lay_out as lay_out_eight_bit
 from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.op import LinearWeight, run
-from quantkit.kernels.linear.weight_only.packed import pack as pack_packed
+from quantkit.kernels.linear.weight import Choice
 from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
+from quantkit.kernels.linear.weight_only.weight import lay_out as lay_out_packed
 
 pytestmark = pytest.mark.kernel
 
@@ -23,11 +23,11 @@ def weight_of(fmt: Format, outputs: int, inputs: int, device: str, scale: float 
     generator = torch.Generator().manual_seed(outputs)
     quantized = fmt.quantize(torch.randn(outputs, inputs, generator=generator).mul(scale).to(device, torch.bfloat16))
     eight_bit = isinstance(fmt, LlmInt8 | CtInt8 | CtFloat8)
-    return pack_eight_bit(fmt, quantized) if eight_bit else pack_packed(quantized)
+    return lay_out_eight_bit(fmt, quantized) if eight_bit else lay_out_packed(quantized)
 
 
 def multiply(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    return run(default_choice(weight, 8, 4), x, weight)  # type: ignore[arg-type]
+    return run(weight.default(8, 4), x, weight)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.describe())

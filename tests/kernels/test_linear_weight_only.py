@@ -7,10 +7,10 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, Nf4, QuantizedWeight
-from quantkit.kernels.linear.weight_only import packed, wide
+from quantkit.kernels.linear.weight_only import dequantize as decode_once
 from quantkit.kernels.linear.weight_only.dequantize import dequantize
-from quantkit.kernels.linear.weight_only.packed import PackedWeight
 from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig, matmul
+from quantkit.kernels.linear.weight_only.weight import PackedWeight, lay_out, why_not
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 
@@ -44,7 +44,7 @@ def make(fmt: Format, outputs: int, inputs: int, device: str, seed: int = 0) -> 
     torch.manual_seed(seed)
     weight = (0.02 * torch.randn(outputs, inputs) + 0.005).to(torch.bfloat16).to(device)
     quantized = fmt.quantize(weight)
-    return quantized, packed.pack(quantized)
+    return quantized, lay_out(quantized)
 
 
 def inputs_of(fmt: Format) -> int:
@@ -97,14 +97,14 @@ def test_any_number_of_tokens_and_outputs(tokens: int, device: str) -> None:
     quantized, weight = make(fmt, 130, 256, device)
     x = torch.randn(tokens, 256, device=device, dtype=torch.bfloat16)
     assert_right(matmul(x, weight, SkinnyConfig(64, 16, 4, 3, splits=2)), x, fmt, quantized, None)
-    assert_right(wide.matmul(x, weight, bias=x.new_ones(130)), x, fmt, quantized, x.new_ones(130))
+    assert_right(decode_once.matmul(x, weight, bias=x.new_ones(130)), x, fmt, quantized, x.new_ones(130))
 
 
 def test_no_tokens(device: str) -> None:
     _, weight = make(FORMATS["gptq-w4g128"], 16, 128, device)
     x = torch.empty(0, 128, device=device, dtype=torch.bfloat16)
     assert matmul(x, weight, SkinnyConfig()).shape == (0, 16)
-    assert wide.matmul(x, weight).shape == (0, 16)
+    assert decode_once.matmul(x, weight).shape == (0, 16)
 
 
 def test_rows_with_a_stride(device: str) -> None:
@@ -122,12 +122,12 @@ def test_act_order(device: str) -> None:
     quantized, _ = make(FORMATS["gptq-w4g128-asym"], 48, 256, device)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).to(device)
     scattered = dataclasses.replace(quantized, group_of=(order // 128).to(torch.int32))
-    weight = packed.pack(scattered)
+    weight = lay_out(scattered)
     assert weight.order is not None
     fmt = FORMATS["gptq-w4g128-asym"]
     x = torch.randn(2, 256, device=device, dtype=torch.float16)
     assert_right(matmul(x, weight, SkinnyConfig(splits=2)), x, fmt, scattered, None)
-    assert_right(wide.matmul(x, weight), x, fmt, scattered, None)
+    assert_right(decode_once.matmul(x, weight), x, fmt, scattered, None)
 
 
 def test_the_same_every_time_and_nothing_left_behind(device: str) -> None:
@@ -142,17 +142,17 @@ def test_the_same_every_time_and_nothing_left_behind(device: str) -> None:
 
 def test_groups_that_no_kernel_takes() -> None:
     weight = CtPacked(bits=4, group_size=96).quantize(torch.randn(8, 192))
-    why = packed.supports(weight)
+    why = why_not(weight)
     assert why is not None
     assert "96" in why
     with pytest.raises(InputError, match="groups of 96"):
-        packed.pack(weight)
+        lay_out(weight)
     across_rows = Nf4(block=64).quantize(torch.randn(8, 96))
-    assert "do not divide" in (packed.supports(across_rows) or "")
+    assert "do not divide" in (why_not(across_rows) or "")
     unequal = dataclasses.replace(
         CtPacked(bits=4, group_size=32).quantize(torch.randn(4, 64)), group_of=torch.tensor([0] * 20 + [1] * 44)
     )
-    assert "unequal" in (packed.supports(unequal) or "")
+    assert "unequal" in (why_not(unequal) or "")
 
 
 WRONG = {
@@ -168,7 +168,7 @@ def test_wrong_input_is_refused_before_any_launch(name: str, device: str) -> Non
     _, weight = make(FORMATS["gptq-w4g128"], 16, 128, device)
     spoil, words = WRONG[name]
     x = spoil(torch.randn(4, 128, device=device, dtype=torch.bfloat16))
-    for call in (lambda: matmul(x, weight, SkinnyConfig()), lambda: wide.matmul(x, weight)):
+    for call in (lambda: matmul(x, weight, SkinnyConfig()), lambda: decode_once.matmul(x, weight)):
         with pytest.raises(InputError) as refused:
             call()
         assert words in str(refused.value)

@@ -22,6 +22,7 @@ from quantkit.kernels.checks import check_dtype
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
+from quantkit.kernels.linear.weight import Kernel
 from quantkit.kernels.linear.weight_only.assembly import TRITON
 
 NAME = "16-bit matmul"
@@ -211,3 +212,6 @@ def matmul(
         **chained(x.device),
     )
     return y
+
+
+KERNEL = Kernel("half", matmul, HalfConfig)

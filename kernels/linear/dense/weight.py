@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantkit.kernels.checks import HALVES
-from quantkit.kernels.linear.weight_only.packed import TICKETS
+from quantkit.kernels.linear.dispatch import bucket_of
+from quantkit.kernels.linear.weight import TICKETS, Choice, Kernel, LinearWeight
+
+BUCKETS = (1, 8, 16, 32, 64)  # tokens; more are cuBLAS's
 
 
 @dataclass(frozen=True)
@@ -34,20 +38,50 @@ class HalfWeight:
     def nbytes(self) -> int:
         return 2 * self.values.numel()
 
+    @property
+    def kind(self) -> str:
+        return "bf16" if self.values.dtype == torch.bfloat16 else "fp16"
+
+    @property
+    def relatives(self) -> tuple[str, ...]:
+        return ("bf16",)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return BUCKETS
+
+    @property
+    def token_dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        from quantkit.kernels.linear.dense.choices import KERNELS  # needs Triton
+
+        return KERNELS
+
+    def bucket(self, tokens: int) -> int | None:
+        return None if tokens > BUCKETS[-1] else bucket_of(tokens, BUCKETS)
+
+    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        from quantkit.kernels.linear.dense.choices import default
+
+        return default(self, tokens, processors)
+
+    def candidates(self, tokens: int) -> Iterator[Choice]:
+        from quantkit.kernels.linear.dense.choices import candidates
+
+        return candidates(self, tokens)
+
+    def join(self, others: Sequence[LinearWeight]) -> HalfWeight | None:
+        """Never: plain layers that read one input are loaded as one matrix."""
+        return None
+
 
 def supports(weight: Tensor) -> bool:
     """Whether the kernel takes this weight; others are torch's."""
     return weight.dtype in HALVES and weight.ndim == 2 and weight.is_contiguous() and weight.numel() > 0
 
 
-def pack(weight: Tensor) -> HalfWeight:
+def lay_out(weight: Tensor) -> HalfWeight:
     return HalfWeight(weight, torch.zeros(TICKETS, dtype=torch.int32, device=weight.device))
-
-
-def torch_matmul(x: Tensor, weight: HalfWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """By cuBLAS."""
-    if out is None:
-        return torch.nn.functional.linear(x, weight.values, bias)
-    if bias is None:
-        return torch.mm(x, weight.values.mT, out=out)
-    return torch.addmm(bias, x, weight.values.mT, out=out)

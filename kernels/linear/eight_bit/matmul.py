@@ -23,8 +23,8 @@ from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.eight_bit.quantize_rows import QuantizedRows, quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
+from quantkit.kernels.linear.weight import CHUNK, Kernel
 from quantkit.kernels.linear.weight_only.assembly import TRITON
-from quantkit.kernels.linear.weight_only.packed import CHUNK
 
 NAME = "8-bit matmul"
 
@@ -231,7 +231,7 @@ def launch(
         shared.grid[2],
         x.stride(0),
         y.stride(0),
-        FLOAT8=weight.kind == "fp8",
+        FLOAT8=weight.code_type == "fp8",
         BLOCKS=weight.scales.ndim == 2,
         EXACT=weight.activations == "exact",
         OUTLIERS=weight.activations == "outliers",
@@ -246,3 +246,6 @@ def launch(
         num_warps=config.warps,
         num_stages=config.stages,
     )
+
+
+KERNEL = Kernel("eight_bit", matmul, EightBitConfig)

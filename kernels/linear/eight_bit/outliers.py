@@ -22,8 +22,8 @@ from torch import Tensor
 
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
+from quantkit.kernels.linear.weight import TICKETS
 from quantkit.kernels.linear.weight_only.assembly import TRITON
-from quantkit.kernels.linear.weight_only.packed import TICKETS
 
 MOST_INPUTS = 65536
 FEW_TOKENS = 64  # up to here copying the columns would cost more than it saves

@@ -181,7 +181,7 @@ def quantize_rows(x: Tensor, weight: EightBitWeight) -> QuantizedRows:
         x.stride(0),
         weight.threshold,
         ACTIVATIONS=weight.activations,
-        FLOAT8=weight.kind == "fp8",
+        FLOAT8=weight.code_type == "fp8",
         FIND=tokens <= _ONE_LAUNCH,
         INTERPRET=triton.knobs.runtime.interpret,
         WIDTH=width,

@@ -13,6 +13,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
+from quantkit.kernels.linear.weight import Kernel
 
 _FIRST_CUDA_WITH_BLOCKS = (12, 9)
 _BLOCK_TOKENS = 16  # cuBLAS refuses 33 and 1,021 tokens with scales of blocks
@@ -20,7 +21,7 @@ _BLOCK_TOKENS = 16  # cuBLAS refuses 33 and 1,021 tokens with scales of blocks
 
 def supports(weight: EightBitWeight, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Tokens in bfloat16; compute capability 8.9 and up for scales of rows, 9.0 for scales of blocks."""
-    if weight.kind != "fp8" or weight.device.type != "cuda" or dtype != torch.bfloat16:
+    if weight.code_type != "fp8" or weight.device.type != "cuda" or dtype != torch.bfloat16:
         return False
     capability = torch.cuda.get_device_capability(weight.device)
     if weight.scales.ndim == 1:
@@ -58,3 +59,6 @@ def matmul(x: Tensor, weight: EightBitWeight, *, bias: Tensor | None = None, out
 
 def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+
+
+KERNEL = Kernel("scaled_mm", matmul, supports=supports)

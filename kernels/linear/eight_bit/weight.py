@@ -15,7 +15,8 @@ What happens to the activations is part of the format:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ from quantkit.formats import (
     QuantizedWeight,
 )
 from quantkit.formats.base import quotient
-from quantkit.kernels.linear.weight_only.packed import CHUNK, ROWS, TICKETS, padded
+from quantkit.kernels.linear.dispatch import BUCKETS, bucket_of
+from quantkit.kernels.linear.fuse import same
+from quantkit.kernels.linear.weight import CHUNK, ROWS, TICKETS, Choice, Kernel, LinearWeight, padded
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class EightBitWeight:
     tickets: Tensor  # int32, zero between calls
 
     @property
-    def kind(self) -> str:
+    def code_type(self) -> str:
         return "int8" if self.values.dtype == torch.int8 else "fp8"
 
     @property
@@ -68,31 +71,91 @@ class EightBitWeight:
     def nbytes(self) -> int:
         return self.values.numel() + self.scales.numel() * 4
 
+    @property
+    def kind(self) -> str:
+        return f"{self.code_type}-{self.activations}" + ("-blocks" if self.scales.ndim == 2 else "")
 
-def pack(fmt: Format, weight: QuantizedWeight) -> EightBitWeight:
-    """Lays a weight out for the kernels, on the device where it is."""
+    @property
+    def relatives(self) -> tuple[str, ...]:
+        return (f"{self.code_type}-token",) if self.scales.ndim == 1 else ()
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return BUCKETS
+
+    @property
+    def token_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        from quantkit.kernels.linear.eight_bit.choices import KERNELS  # needs Triton
+
+        return KERNELS
+
+    def bucket(self, tokens: int) -> int | None:
+        return bucket_of(tokens)
+
+    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        from quantkit.kernels.linear.eight_bit.choices import default
+
+        return default(self, tokens, processors, dtype)
+
+    def candidates(self, tokens: int) -> Iterator[Choice]:
+        from quantkit.kernels.linear.eight_bit.choices import candidates
+
+        return candidates(self, tokens)
+
+    def join(self, others: Sequence[LinearWeight]) -> EightBitWeight | None:
+        alike = [weight for weight in others if isinstance(weight, EightBitWeight)]
+        return _join([self, *alike]) if len(alike) == len(others) else None
+
+
+def _join(weights: Sequence[EightBitWeight]) -> EightBitWeight | None:
+    """Static activation scales are one number, which must be the same for all."""
+    first = weights[0]
+    for weight in weights[1:]:
+        alike = (weight.kind, weight.inputs, weight.threshold) == (first.kind, first.inputs, first.threshold)
+        if not alike or not same(weight.input_scale, first.input_scale):
+            return None
+    bytes_ = torch.cat([weight.values.view(torch.uint8) for weight in weights])
+    return replace(
+        first,
+        outputs=sum(weight.outputs for weight in weights),
+        values=bytes_.view(first.values.dtype),
+        scales=torch.cat([weight.scales for weight in weights]),
+    )
+
+
+def takes(fmt: Format) -> bool:
+    """Whether weights of a format are laid out here."""
+    return isinstance(fmt, LlmInt8 | CtInt8 | CtFloat8)
+
+
+def lay_out(fmt: Format, weight: QuantizedWeight) -> EightBitWeight:
+    """In the order of the kernels, on the device where it is."""
     if isinstance(fmt, LlmInt8) and isinstance(weight, AbsmaxInt8Weight):
-        return _pack(
+        return _lay_out(
             weight.codes, quotient(weight.row_absmax, 127), "outliers", threshold=fmt.threshold or float("inf")
         )
     if isinstance(fmt, CtInt8) and isinstance(weight, IntegerWeight):
-        return _pack((weight.codes ^ 128).view(torch.int8), weight.scales.float().flatten(), "token")
+        return _lay_out((weight.codes ^ 128).view(torch.int8), weight.scales.float().flatten(), "token")
     if isinstance(fmt, CtFloat8) and isinstance(weight, Float8Weight):
-        return _pack_float8(fmt, weight)
+        return _lay_out_float8(fmt, weight)
     raise InputError(f"8-bit kernels do not take {type(weight).__name__} of format '{fmt.name}'")
 
 
-def _pack_float8(fmt: CtFloat8, weight: Float8Weight) -> EightBitWeight:
+def _lay_out_float8(fmt: CtFloat8, weight: Float8Weight) -> EightBitWeight:
     scales = weight.scales.float()
     if fmt.strategy == "block":
         activations = "exact" if fmt.activations == "exact" else "block"
     else:
         activations = "token" if fmt.activations == "dynamic" else fmt.activations
         scales = scales.flatten().expand(weight.shape[0])
-    return _pack(weight.values, scales, activations, input_scale=weight.input_scale)
+    return _lay_out(weight.values, scales, activations, input_scale=weight.input_scale)
 
 
-def _pack(
+def _lay_out(
     values: Tensor,
     scales: Tensor,
     activations: str,

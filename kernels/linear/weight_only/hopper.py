@@ -1,10 +1,10 @@
 """Weight-only matmul for many tokens on Hopper: one group of warps decodes while another multiplies.
 
-Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous and 16-byte aligned; weight as in `packed.py`
+Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous and 16-byte aligned; weight as in `weight.py`
 Meaning  `reference.linear.linear`: y = x @ dequantize(weight).T + bias, accumulated in float32, weights rounded to x's
          dtype as a decoded weight would be
 Limits   compute capability 9.0; Triton 3.6 or newer, whose Gluon language gives a kernel its warp groups. Triton's
-         interpreter does not know Gluon: this kernel is tested on a GPU only, and `wide.py` stands in elsewhere
+         interpreter does not know Gluon: this kernel is tested on a GPU only, and `dequantize.py` stands in elsewhere
 
 A warp that issues wgmma waits until the tensor core takes it, and cannot decode meanwhile: decoding and multiplying in
 the same warps takes the sum of both times. Here two or three groups of four warps share a tile of x and have 64 outputs
@@ -28,10 +28,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quantkit.errors import InputError
 from quantkit.kernels.chain import chained
 from quantkit.kernels.linear.arguments import check_arguments
+from quantkit.kernels.linear.weight import CHUNK, TICKETS, Kernel
 from quantkit.kernels.linear.weight_only.assembly import PTX, assembly, pair_table
 from quantkit.kernels.linear.weight_only.hopper_kernel import hopper_kernel
 from quantkit.kernels.linear.weight_only.hopper_shares import shares
-from quantkit.kernels.linear.weight_only.packed import CHUNK, TICKETS, PackedWeight
+from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 NAME = "Hopper matmul"
 PREFETCH = 4  # chunks between asking for words and loading them
@@ -89,7 +90,7 @@ def matmul(
         raise InputError(f"{NAME}: {share.programs} programs share tiles, but at most {TICKETS // groups} can")
     parts = share.programs * config.outputs * config.tokens if share.cut else 0
     copies = 0 if weight.table is None else COPIES
-    text, constraints = assembly(weight.kind, PTX[x.dtype], weight.table_values, weight.zero_points, copies)
+    text, constraints = assembly(weight.code_type, PTX[x.dtype], weight.table_values, weight.zero_points, copies)
     layout = gl.NVMMASharedLayout.get_default_for([config.tokens, CHUNK], dtype)
     nested, absent = weight.nested, weight.words
     hopper_kernel[(share.programs,)](
@@ -164,3 +165,6 @@ def _aligned(x: Tensor) -> Tensor:
     whole = x.new_zeros(x.shape[0], -(-x.shape[1] // 8) * 8)
     whole[:, : x.shape[1]] = x
     return whole
+
+
+KERNEL = Kernel("hopper", matmul, HopperConfig)

@@ -1,6 +1,6 @@
 """Weight-only matmul for few tokens: codes become tensor-core operands in registers, and never touch memory decoded.
 
-Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; weight as in `packed.py`; y [tokens, outputs]
+Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; weight as in `weight.py`; y [tokens, outputs]
 Meaning  `reference.linear.linear`: y = x @ dequantize(weight).T + bias, accumulated in float32
 Limits   any number of tokens, but made for 1 to about 128: every tile of tokens reads the weight once more
 
@@ -21,8 +21,8 @@ from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
+from quantkit.kernels.linear.weight import Kernel
 from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly, pair_table
-from quantkit.kernels.linear.weight_only.packed import PackedWeight
 from quantkit.kernels.linear.weight_only.static_shared import allow_tables
 from quantkit.kernels.linear.weight_only.unpack import (
     decode_slabs,
@@ -36,6 +36,7 @@ from quantkit.kernels.linear.weight_only.unpack import (
     place_pairs,
     to_half,
 )
+from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 NAME = "weight-only matmul"
 
@@ -192,7 +193,7 @@ def matmul(
         raise InputError(f"{NAME}: {tokens} tokens of {x.stride(0)} are too many for 32-bit places; decode the weight")
     shared = cut(NAME, tokens, weight.outputs, weight.rows, weight.chunks, config, x.device)
     copies = 0 if weight.table is None or triton.knobs.runtime.interpret else config.copies
-    text, constraints = assembly(weight.kind, PTX[x.dtype], weight.table_values, weight.zero_points, copies)
+    text, constraints = assembly(weight.code_type, PTX[x.dtype], weight.table_values, weight.zero_points, copies)
     pairs = pair_table(PTX[x.dtype], weight.table_values, copies, 32 * config.warps) if copies else ""
     _skinny[shared.grid](
         x,
@@ -244,3 +245,6 @@ def _registers(config: SkinnyConfig) -> dict[str, int]:
     if triton.knobs.runtime.interpret or config.warps != 8 or config.outputs * config.tokens > 128 * 64:
         return {}
     return {"maxnreg": 80 if config.copies and config.outputs * config.tokens <= 128 * 16 else 128}
+
+
+KERNEL = Kernel("skinny", matmul, SkinnyConfig)

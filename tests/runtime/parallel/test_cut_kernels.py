@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, Gptq, Index, LlmInt8, Nf4
-from quantkit.kernels.linear.eight_bit.weight import pack as pack_eight_bit
+from quantkit.kernels.linear.eight_bit.weight import lay_out as lay_out_eight_bit
+from quantkit.kernels.linear.eight_bit.weight import takes
 from quantkit.kernels.linear.op import run
-from quantkit.kernels.linear.weight_only.packed import pack as pack_packed
+from quantkit.kernels.linear.weight_only.weight import lay_out as lay_out_packed
 from quantkit.kernels.reference import linear as reference
 
 pytestmark = pytest.mark.kernel
@@ -26,14 +27,12 @@ PARTS: dict[str, tuple[Index, Index]] = {
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.name} {fmt.describe()}")
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_are_multiplied(part: str, fmt: Format) -> None:
-    from quantkit.kernels.linear.dispatch import default_choice
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     whole = fmt.quantize(torch.randn(192, 640, generator=generator).mul(0.1).to(device, torch.bfloat16))
     cut = whole.cut(*PARTS[part])
-    weight = pack_eight_bit(fmt, cut) if fmt.rounds_inputs or fmt.name == "ct-float8" else pack_packed(cut)
+    weight = lay_out_eight_bit(fmt, cut) if takes(fmt) else lay_out_packed(cut)
     x = torch.randn(3, cut.shape[1], generator=generator).to(device, torch.bfloat16)
-    found = run(default_choice(weight, 8, 3), x, weight).float()
+    found = run(weight.default(8, 3), x, weight).float()
     wanted = reference.linear(x.float(), fmt, cut)
     assert float((found - wanted).norm() / wanted.norm()) < 2e-2

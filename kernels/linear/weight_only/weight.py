@@ -22,6 +22,7 @@ needed before the product, so they come in words of 4 bytes: smaller ones cannot
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +32,21 @@ from quantkit.errors import InputError
 from quantkit.formats import CodebookWeight, IntegerWeight, QuantizedWeight
 from quantkit.formats.codebook import NestedScales, table_of
 from quantkit.formats.integer import middle_code
+from quantkit.kernels.linear.dispatch import BUCKETS, bucket_of
+from quantkit.kernels.linear.weight import CHUNK, ROWS, TICKETS, Choice, Kernel, LinearWeight, padded
 
-CHUNK = 128
 SLABS = 8
 LANES = 16
-ROWS = 128  # outputs are padded to a multiple of this, so that no kernel masks its loads of weights
+MANY_TOKENS = 4096  # H200, Llama-3.1-8B in W4: a step of 8,192 tokens takes 203 ms decoded once, 227 with `hopper`
+# Kinds that were measured, for groups and zero points that were not.
+_RELATIVES = {
+    "int2": "int2-g64-zeros",
+    "int3": "int3-g128",
+    "int4": "int4-g128",
+    "int8": "int8-g128",
+    "nf4": "nf4-g64-nested",
+    "fp4": "fp4-g64-nested",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Nested:
 class PackedWeight:
     """One linear layer's weight as the weight-only kernels read it."""
 
-    kind: str  # int2 | int3 | int4 | int8 | nf4 | fp4
+    code_type: str  # int2 | int3 | int4 | int8 | nf4 | fp4
     outputs: int
     inputs: int
     group: int  # inputs per scale: 16, 32, 64, or a multiple of 128
@@ -73,7 +84,7 @@ class PackedWeight:
     @property
     def middle(self) -> int:
         """The zero point of symmetric codes."""
-        return middle_code(int(self.kind[3:])) if self.kind.startswith("int") else 0
+        return middle_code(int(self.code_type[3:])) if self.code_type.startswith("int") else 0
 
     @property
     def zero_points(self) -> int:
@@ -89,7 +100,7 @@ class PackedWeight:
     def constants(self) -> dict[str, object]:
         """What the kernels are compiled for."""
         return {
-            "KIND": self.kind,
+            "KIND": self.code_type,
             "GROUP": self.group,
             "ONE_GROUP": self.one_group,
             "HAS_ZEROS": self.zeros is not None,
@@ -98,7 +109,7 @@ class PackedWeight:
 
     @property
     def table_values(self) -> tuple[float, ...]:
-        return tuple(table_of(self.kind).tolist()) if self.table is not None else ()
+        return tuple(table_of(self.code_type).tolist()) if self.table is not None else ()
 
     @property
     def rows(self) -> int:
@@ -118,11 +129,51 @@ class PackedWeight:
         held = (self.words, self.high, self.scales, self.zeros, self.order, self.table, *nested)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
+    @property
+    def kind(self) -> str:
+        group = "row" if self.one_group else f"g{self.group}"
+        extras = ("-zeros" if self.zeros is not None else "") + ("-nested" if self.nested is not None else "")
+        return f"{self.code_type}-{group}{extras}"
 
-TICKETS = 4096
+    @property
+    def relatives(self) -> tuple[str, ...]:
+        return (_RELATIVES[self.code_type],)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return BUCKETS
+
+    @property
+    def token_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        from quantkit.kernels.linear.weight_only.choices import KERNELS  # needs Triton
+
+        return KERNELS
+
+    def bucket(self, tokens: int) -> int | None:
+        return None if tokens >= MANY_TOKENS else bucket_of(tokens)
+
+    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        from quantkit.kernels.linear.weight_only.choices import default
+
+        return default(self, tokens, processors)
+
+    def candidates(self, tokens: int) -> Iterator[Choice]:
+        from quantkit.kernels.linear.weight_only.choices import candidates
+
+        return candidates(self, tokens)
+
+    def join(self, others: Sequence[LinearWeight]) -> PackedWeight | None:
+        from quantkit.kernels.linear.weight_only.join import join_packed
+
+        alike = [weight for weight in others if isinstance(weight, PackedWeight)]
+        return join_packed([self, *alike]) if len(alike) == len(others) else None
 
 
-def supports(weight: QuantizedWeight) -> str | None:
+def why_not(weight: QuantizedWeight) -> str | None:
     """Why the weight-only kernels cannot take this weight; None when they can."""
     if isinstance(weight, CodebookWeight):
         return _why_not_group(weight.block, weight.shape[1])
@@ -150,15 +201,15 @@ def _sorts_into_groups(weight: IntegerWeight) -> bool:
     return bool((counts == weight.group_size).all())
 
 
-def pack(weight: QuantizedWeight) -> PackedWeight:
-    """Lays a weight out for the kernels, on the device where its codes are."""
-    why_not = supports(weight)
-    if why_not is not None:
-        raise InputError(f"weight-only kernels cannot take {why_not}; decode the weight instead")
-    return _pack_integer(weight) if isinstance(weight, IntegerWeight) else _pack_codebook(weight)  # type: ignore[arg-type]
+def lay_out(weight: QuantizedWeight) -> PackedWeight:
+    """In the order of the kernels, on the device where its codes are."""
+    reason = why_not(weight)
+    if reason is not None:
+        raise InputError(f"weight-only kernels cannot take {reason}; decode the weight instead")
+    return _lay_out_integer(weight) if isinstance(weight, IntegerWeight) else _lay_out_codebook(weight)  # type: ignore[arg-type]
 
 
-def _pack_integer(weight: IntegerWeight) -> PackedWeight:
+def _lay_out_integer(weight: IntegerWeight) -> PackedWeight:
     outputs, inputs = weight.shape
     order = None
     codes = weight.codes
@@ -169,7 +220,7 @@ def _pack_integer(weight: IntegerWeight) -> PackedWeight:
         codes = codes ^ 128
     words, high = _lanes(codes, weight.bits)
     return PackedWeight(
-        kind=f"int{weight.bits}",
+        code_type=f"int{weight.bits}",
         outputs=outputs,
         inputs=inputs,
         group=_group(weight.group_size, inputs),
@@ -185,7 +236,7 @@ def _pack_integer(weight: IntegerWeight) -> PackedWeight:
     )
 
 
-def _pack_codebook(weight: CodebookWeight) -> PackedWeight:
+def _lay_out_codebook(weight: CodebookWeight) -> PackedWeight:
     outputs, inputs = weight.shape
     device = weight.codes.device
     words, high = _lanes(weight.codes.view(outputs, inputs), 4)
@@ -201,7 +252,7 @@ def _pack_codebook(weight: CodebookWeight) -> PackedWeight:
     else:
         scales = _by_group(weight.absmax.view(outputs, -1), weight.block)
     return PackedWeight(
-        kind=weight.kind,
+        code_type=weight.kind,
         outputs=outputs,
         inputs=inputs,
         group=_group(weight.block, inputs),
@@ -226,10 +277,6 @@ def _cover_padding(nested: NestedScales, rows: int, outputs: int) -> Tensor:
 def _group(group: int, inputs: int) -> int:
     """A row of inputs as one group counts the padding too."""
     return padded(inputs, CHUNK) if group == inputs and group not in (16, 32, 64) else group
-
-
-def padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _by_group(values: Tensor, group: int) -> Tensor:

@@ -1,0 +1,73 @@
+"""The 8-bit kernels, which of them runs where nothing was measured, and what is worth a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import triton
+
+from quantkit.kernels.linear.dispatch import bucket_of
+from quantkit.kernels.linear.eight_bit import matmul, scaled_mm
+from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
+from quantkit.kernels.linear.splits import splits_that_fill, splits_to_try
+from quantkit.kernels.linear.weight import CHUNK, Choice, by_name, unmeasured
+
+KERNELS = by_name(matmul.KERNEL, scaled_mm.KERNEL)
+
+# Most tokens -> tile and programs per multiprocessor that the sweep on an H200 favoured (docs/kernels.md).
+_DEFAULTS = {
+    8: (EightBitConfig(32, 8, 256, 2, 3), 7),
+    16: (EightBitConfig(64, 16, 128, 2, 4), 4),
+    32: (EightBitConfig(64, 32, 256, 4, 3), 3),
+    64: (EightBitConfig(64, 64, 128, 4, 4), 2),
+    128: (EightBitConfig(128, 64, 128, 4, 4), 2),
+    256: (EightBitConfig(128, 64, 128, 4, 4), 2),
+    512: (EightBitConfig(128, 128, 128, 4, 3), 1),
+    1024: (EightBitConfig(128, 128, 128, 4, 3), 1),
+}
+_FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
+
+# Most tokens -> (outputs, tokens, depth, warps, stages)
+_MANY = [
+    (128, 64, 128, 4, 4),
+    (128, 128, 128, 4, 3),
+    (128, 128, 128, 8, 4),
+    (128, 256, 128, 8, 3),
+    (256, 128, 128, 8, 3),
+]
+_TRIED: dict[int, list[tuple[int, int, int, int, int]]] = {
+    8: [(32, 8, 256, 2, 3), (32, 8, 256, 2, 4), (32, 8, 256, 1, 3), (64, 8, 128, 2, 4), (64, 8, 256, 2, 3)],
+    16: [(64, 16, 128, 2, 4), (32, 16, 256, 2, 3), (64, 16, 256, 2, 3), (64, 16, 128, 4, 3), (128, 16, 256, 4, 3)],
+    32: [(64, 32, 256, 4, 3), (64, 32, 128, 4, 4), (128, 32, 128, 4, 4)],
+    64: [(64, 64, 128, 4, 4), (128, 64, 128, 8, 4), (64, 32, 256, 4, 3)],
+    128: _MANY,
+    256: _MANY,
+    512: _MANY,
+    1024: _MANY,
+}
+
+
+def default(weight: EightBitWeight, tokens: int, processors: int, dtype: torch.dtype) -> Choice:
+    """Tiles that the sweep favoured, with as many splits as fill the GPU."""
+    most = bucket_of(tokens)
+    if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight, dtype):
+        return Choice("scaled_mm", None, "many tokens with scales of blocks, which torch's own kernel does best")
+    config, programs = _DEFAULTS[most]
+    if weight.columns % config.depth or weight.scales.ndim == 2:  # 128 divides every weight's columns and blocks
+        config = replace(config, depth=CHUNK)
+    tiles = triton.cdiv(weight.outputs, config.outputs) * triton.cdiv(most, config.tokens)
+    splits = splits_that_fill(tiles, weight.columns // config.depth, processors * programs)
+    return Choice("eight_bit", replace(config, splits=splits), unmeasured(weight))
+
+
+def candidates(weight: EightBitWeight, most: int) -> Iterator[Choice]:
+    """Those that won somewhere in a wide sweep on an H200."""
+    for outputs, tokens, depth, warps, stages in _TRIED[most]:
+        if weight.columns % depth == 0 and (depth == CHUNK or weight.scales.ndim == 1):
+            for splits in splits_to_try(weight.outputs, outputs, most, tokens, weight.columns // depth):
+                yield Choice("eight_bit", EightBitConfig(outputs, tokens, depth, warps, stages, splits), "")
+    if scaled_mm.supports(weight):
+        yield Choice("scaled_mm", None, "")

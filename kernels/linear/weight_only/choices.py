@@ -1,0 +1,129 @@
+"""The weight-only kernels, which of them runs where nothing was measured, and what is worth a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import triton
+
+from quantkit.kernels.linear.dispatch import bucket_of
+from quantkit.kernels.linear.splits import splits_that_fill, splits_to_try
+from quantkit.kernels.linear.weight import Choice, by_name, unmeasured
+from quantkit.kernels.linear.weight_only import dequantize, hopper, skinny
+from quantkit.kernels.linear.weight_only.hopper import HopperConfig
+from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
+from quantkit.kernels.linear.weight_only.weight import MANY_TOKENS, PackedWeight
+
+KERNELS = by_name(skinny.KERNEL, hopper.KERNEL, dequantize.KERNEL)
+
+# Most tokens -> tile and programs per multiprocessor that the sweep on an H200 favoured (docs/kernels.md).
+_SKINNY = {
+    8: (SkinnyConfig(32, 8, 2, 3), 7),
+    16: (SkinnyConfig(64, 16, 4, 3), 6),
+    32: (SkinnyConfig(64, 32, 4, 3), 4),
+    64: (SkinnyConfig(64, 64, 4, 3), 3),
+    128: (SkinnyConfig(64, 128, 4, 3), 2),
+    256: (SkinnyConfig(64, 128, 4, 3), 2),
+}
+# The same for weights with a table of values, where a multiprocessor has room for tables of pairs (`assembly.py`).
+_PAIRS = {
+    8: (SkinnyConfig(128, 8, 4, 3, copies=32), 4),
+    16: (SkinnyConfig(128, 16, 4, 3, copies=32), 3),
+    32: (SkinnyConfig(128, 32, 4, 3, copies=32), 2),
+    64: (SkinnyConfig(128, 64, 8, 3, copies=32), 2),
+}
+_ROOM_FOR_PAIRS = 160 << 10  # bytes of shared memory
+_FEWEST_CHUNKS = 6  # of a multiprocessor, for which sharing tiles pays
+_FEWEST_OF_3_BITS = 16  # tokens of a tile (H200, gate_up, one token: 32 us with 16, 43 with 8)
+
+# Most tokens -> (outputs, tokens, warps, stages, scale first)
+_SKINNY_TRIED: dict[int, list[tuple[int, int, int, int, bool]]] = {
+    8: [(32, 8, 2, 3, False), (64, 8, 4, 3, False), (64, 8, 2, 3, False), (128, 8, 4, 3, False), (32, 8, 1, 3, False),
+        (64, 8, 1, 3, False), (32, 16, 2, 3, False), (64, 16, 4, 3, False)],
+    16: [(32, 16, 2, 3, False), (64, 16, 4, 3, False), (64, 16, 2, 3, False), (128, 16, 4, 3, False)],
+    32: [(64, 32, 4, 3, False), (128, 32, 4, 3, False), (32, 32, 2, 3, False), (64, 16, 4, 3, False)],
+    64: [(64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 4, 3, False), (128, 32, 4, 3, False)],
+    128: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (64, 64, 4, 3, False), (128, 64, 8, 3, False)],
+    256: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (64, 64, 4, 3, False), (128, 64, 8, 3, False),
+          (128, 256, 8, 2, True)],
+    512: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (128, 64, 8, 3, False), (128, 256, 8, 2, True)],
+    1024: [(64, 128, 4, 3, False), (128, 128, 8, 3, False), (128, 256, 8, 2, True)],
+}  # fmt: skip
+# The same for weights with a table of values, through a table of pairs: (outputs, tokens, warps, stages)
+_PAIRS_TRIED: dict[int, list[tuple[int, int, int, int]]] = {
+    8: [(64, 8, 4, 3), (128, 8, 4, 3), (128, 8, 8, 3), (256, 8, 8, 3)],
+    16: [(64, 16, 4, 3), (128, 16, 4, 3), (256, 16, 8, 3)],
+    32: [(64, 32, 4, 3), (128, 32, 4, 3), (128, 32, 8, 3)],
+    64: [(64, 64, 4, 3), (128, 64, 8, 3)],
+}
+_HOPPER_TRIED = (
+    HopperConfig(256, 3),
+    HopperConfig(256, 3, 0),
+    HopperConfig(256, 3, 2),
+    HopperConfig(256, 3, 4),
+    HopperConfig(128, 4),
+    HopperConfig(128, 4, 0),
+    HopperConfig(128, 4, 2),
+    HopperConfig(128, 4, 4),
+    HopperConfig(128, 4, 1, 192),
+    HopperConfig(128, 4, 0, 192),
+    HopperConfig(64, 6, 0),
+    HopperConfig(64, 6, 0, 192),
+)
+
+
+def default(weight: PackedWeight, tokens: int, processors: int) -> Choice:
+    """Tiles that the sweep favoured, with as many splits as fill the GPU."""
+    if tokens >= MANY_TOKENS:
+        return Choice("dequantize", None, f"{MANY_TOKENS} tokens and more always pay for decoding once")
+    why, most = unmeasured(weight), bucket_of(tokens)
+    if most >= 256 and hopper.supports(weight):
+        large, small = HopperConfig(), HopperConfig(tokens=128, stages=4, splits=0)
+        if triton.cdiv(weight.outputs, large.outputs) * triton.cdiv(most, large.tokens) >= 0.75 * processors:
+            return Choice("hopper", large, f"{why}; tiles enough for every multiprocessor")
+        tiles = triton.cdiv(weight.outputs, small.outputs) * triton.cdiv(most, small.tokens)
+        if tiles * weight.chunks >= _FEWEST_CHUNKS * processors:
+            return Choice("hopper", small, f"{why}; equal shares of the tiles for every multiprocessor")
+    if most not in _SKINNY:
+        return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
+    if weight.code_type == "int3":
+        most = max(most, _FEWEST_OF_3_BITS)
+    tile, programs = _PAIRS[most] if most in _PAIRS and has_room_for_pairs(weight) else _SKINNY[most]
+    tiles = triton.cdiv(weight.outputs, tile.outputs) * triton.cdiv(most, tile.tokens)
+    splits = splits_that_fill(tiles, weight.chunks, processors * programs)
+    return Choice("skinny", replace(tile, splits=splits), why)
+
+
+def has_room_for_pairs(weight: PackedWeight) -> bool:
+    if weight.table is None or weight.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(weight.device).shared_memory_per_multiprocessor >= _ROOM_FOR_PAIRS
+
+
+def candidates(weight: PackedWeight, most: int) -> Iterator[Choice]:
+    """Those that won somewhere in a wide sweep on an H200."""
+    for outputs, tokens, warps, stages, first in _SKINNY_TRIED[most]:
+        for splits in splits_to_try(weight.outputs, outputs, most, tokens, weight.chunks):
+            yield Choice("skinny", SkinnyConfig(outputs, tokens, warps, stages, splits, first), "")
+    for outputs, tokens, warps, stages in _PAIRS_TRIED.get(most, []) if has_room_for_pairs(weight) else []:
+        for splits in splits_to_try(weight.outputs, outputs, most, tokens, weight.chunks):
+            if weight.rows % outputs == 0:
+                yield Choice("skinny", SkinnyConfig(outputs, tokens, warps, stages, splits, copies=32), "")
+    if most >= 128:
+        yield Choice("dequantize", None, "")
+    if most >= 64 and hopper.supports(weight):
+        yield from (Choice("hopper", config, "") for config in hopper_configs(weight, most))
+
+
+def hopper_configs(weight: PackedWeight, most: int) -> Iterator[HopperConfig]:
+    """Those whose tiles are not mostly empty, and that split no more than fills a large GPU.
+
+    8-bit words leave no registers for three groups of warps with 128 tokens.
+    """
+    for config in _HOPPER_TRIED:
+        tiles = -(-weight.outputs // config.outputs) * -(-most // config.tokens)
+        spills = weight.code_type == "int8" and config.outputs > 128 and config.tokens > 64
+        if config.tokens <= most and (config.splits <= 1 or tiles * config.splits <= 160) and not spills:
+            yield config
