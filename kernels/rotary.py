@@ -12,7 +12,7 @@ Returns  q [tokens, heads, head_dim], a tensor of its own: qkv is not changed
 Meaning  `reference.elementwise.rotate_and_cache`. The norm rounds as in `norm.py`; rope is done in float32 and rounded
          once (transformers rounds cos, sin and both products to the model's dtype before the sum, which is less exact);
          8-bit caches hold the float32 result divided by its scale, rounded to nearest even, saturated
-Limits   bfloat16, float16 or float32; caches in the same dtype, float8_e4m3fn or int8; head_dim 64, 96, 128 or 256.
+Limits   bfloat16, float16 or float32; caches in the same dtype or float8_e4m3fn; head_dim 64, 96, 128 or 256.
          A position outside the tables takes their nearest row, a slot outside the caches is not written: checking
          either on the host would stall the GPU
 """
@@ -38,7 +38,6 @@ from quantkit.kernels.checks import (
 
 HEAD_DIMS = (64, 96, 128, 256)
 _KERNEL = "rotate_and_cache"
-_HALVES_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to whole numbers
 _LARGEST_E4M3 = tl.constexpr(448.0)
 
 
@@ -60,11 +59,7 @@ def _stored(value, scales, kv_head, is_kv, DTYPE: tl.constexpr, SCALED: tl.const
     if SCALED:
         scale = tl.load(scales + kv_head, mask=is_kv, other=1.0)[:, None]
         value = tl.div_rn(value, tl.broadcast_to(scale, value.shape))
-        if DTYPE.is_int():
-            value = tl.minimum(tl.maximum(value, -128.0), 127.0)
-            value = (value + _HALVES_TO_EVEN) - _HALVES_TO_EVEN
-        else:
-            value = tl.minimum(tl.maximum(value, -_LARGEST_E4M3), _LARGEST_E4M3)
+        value = tl.minimum(tl.maximum(value, -_LARGEST_E4M3), _LARGEST_E4M3)
     return value.to(DTYPE)
 
 
@@ -270,7 +265,7 @@ def _check_caches(keys: Tensor, values: Tensor, scales: dict[str, Tensor | None]
     check_rows(_KERNEL, "keys", keys)
     if keys.stride() != values.stride():
         raise InputError(f"{_KERNEL}: keys have strides {keys.stride()}, values {values.stride()}; must be the same")
-    check_dtype(_KERNEL, "keys", keys, (dtype, torch.float8_e4m3fn, torch.int8))
+    check_dtype(_KERNEL, "keys", keys, (dtype, torch.float8_e4m3fn))
     check_dtype(_KERNEL, "values", values, (keys.dtype,))
     for name, scale in scales.items():
         if (scale is None) != (keys.dtype == dtype):

@@ -62,16 +62,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def supports(head_dim: int, page_size: int, heads: int, kv_heads: int, dtype: torch.dtype) -> bool:
-    """Whether `attend` takes such a model and cache."""
-    try:
-        CacheLayout(1, kv_heads, page_size, head_dim, dtype)
-        _check_group(heads, kv_heads)
-    except InputError:
-        return False
-    return True
-
-
 def make_scratch(
     device: torch.device | str,
     *,
@@ -106,7 +96,7 @@ def _check_group(heads: int, kv_heads: int) -> None:
 def _check_scales(layout: CacheLayout, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     if (k_scale is None) != (v_scale is None):
         raise InputError("attention: k_scale and v_scale must be given together")
-    if layout.dtype in EIGHT_BIT and k_scale is None:
+    if layout.dtype == EIGHT_BIT and k_scale is None:
         raise InputError(f"attention: a {str(layout.dtype)[6:]} cache needs k_scale and v_scale, one per KV head")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
@@ -135,7 +125,7 @@ def _check_queries(q: Tensor, out: Tensor, layout: CacheLayout) -> None:
     check_dtype("attention", "out", out, (q.dtype,))
     check_shape("attention", "out", out, tuple(q.shape))
     check_rows("attention", "out", out)
-    if layout.dtype not in EIGHT_BIT:
+    if layout.dtype != EIGHT_BIT:
         check_dtype("attention", "the cache", torch.empty(0, dtype=layout.dtype), (q.dtype,))
     _check_group(q.shape[1], layout.kv_heads)
 

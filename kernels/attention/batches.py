@@ -52,7 +52,7 @@ def random_batch(
     layout = CacheLayout(sum(pages) + 1, kv_heads, page_size, head_dim, cache_dtype or dtype)
     options: dict[str, Any] = {"scale": head_dim**-0.5, "window": window, "soft_cap": soft_cap}
     scales: list[Tensor | None] = [None, None]
-    if layout.dtype in EIGHT_BIT:
+    if layout.dtype == EIGHT_BIT:
         scales = [0.03 + 0.02 * torch.rand(kv_heads, generator=generator, device=device) for _ in range(2)]
         options |= {"k_scale": scales[0], "v_scale": scales[1]}
     if ancestors:
@@ -68,10 +68,9 @@ def random_batch(
 
 def _random_cache(layout: CacheLayout, scale: Tensor | None, generator: torch.Generator) -> Tensor:
     cache = torch.randn(layout.shape, generator=generator, device=generator.device)
-    if scale is None:
-        return cache.to(layout.dtype)
-    cache /= scale[:, None, None]
-    return cache.round_().clamp_(-127, 127).to(layout.dtype) if layout.dtype == torch.int8 else cache.to(layout.dtype)
+    if scale is not None:
+        cache /= scale[:, None, None]
+    return cache.to(layout.dtype)
 
 
 def _random_table(pages: Sequence[int], available: int) -> Tensor:
@@ -99,9 +98,7 @@ def _random_trees(new: Sequence[int], seed: int) -> list[int]:
 
 
 def _poison_tails(keys: Tensor, values: Tensor, table: Tensor, contexts: Sequence[int], page_size: int) -> None:
-    """NaN in the rows of a last page that the context does not reach; int8 knows no NaN."""
-    if keys.dtype == torch.int8:
-        return
+    """NaN in the rows of a last page that the context does not reach."""
     for row, context in enumerate(contexts):
         if context % page_size:
             page = int(table[row, context // page_size])

@@ -1,10 +1,10 @@
-"""The paged key-value cache that the attention kernels read: its layout, its limits, its allocation.
+"""The paged key-value cache that the attention kernels read: its layout and its limits.
 
 Layout   keys and values, each [pages, kv_heads, page_size, head_dim], contiguous: the rows of one head in one page are
          one contiguous run, so that a kernel copies them with wide loads
          page_table int32 [sequences, max_pages]: token t of sequence s lies in page page_table[s, t // page_size], in
          slot t % page_size; entries past the context (and in front of a sliding window) are never read
-Limits   head_dim 64, 96, 128 or 256; page_size a power of two, 16 or more; bfloat16, float16, float8_e4m3fn or int8
+Limits   head_dim 64, 96, 128 or 256; page_size a power of two, 16 or more; bfloat16, float16 or float8_e4m3fn
 
 An 8-bit cache holds value / scale with one float32 scale per KV head, for keys and for values: k_scale, v_scale
 [kv_heads].
@@ -23,7 +23,7 @@ from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check
 HEAD_DIMS = (64, 96, 128, 256)
 SMALLEST_PAGE = 16
 LARGEST_GROUP = 64  # query heads per KV head
-EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
+EIGHT_BIT = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class CacheLayout:
             raise InputError(
                 f"attention: page_size is {self.page_size}, but must be a power of two, {SMALLEST_PAGE} or more"
             )
-        if self.dtype not in HALVES + EIGHT_BIT:
+        if self.dtype not in (*HALVES, EIGHT_BIT):
             raise InputError(
-                f"attention: the cache is {str(self.dtype)[6:]}, but must be bfloat16, float16, float8_e4m3fn or int8"
+                f"attention: the cache is {str(self.dtype)[6:]}, but must be bfloat16, float16 or float8_e4m3fn"
             )
 
     @property
@@ -55,11 +55,6 @@ class CacheLayout:
     def padded_dim(self) -> int:
         """head_dim as the kernels hold it, a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Of keys and values together."""
-        return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
     @property
     def needs_wide_offsets(self) -> bool:
@@ -75,13 +70,6 @@ class CacheLayout:
             "PAGE": self.page_size,
             "WIDE": self.needs_wide_offsets,
         }
-
-    def allocate(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Keys and values, not initialized: the kernels read nothing that the context does not cover."""
-        return (
-            torch.empty(self.shape, dtype=self.dtype, device=device),
-            torch.empty(self.shape, dtype=self.dtype, device=device),
-        )
 
 
 def layout_of(cache_k: Tensor, cache_v: Tensor) -> CacheLayout:

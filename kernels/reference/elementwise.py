@@ -76,8 +76,7 @@ def store(x: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> Non
     """Rows x, float32 [tokens, kv_heads, head_dim], into their slots of one paged cache."""
     pages, _, page_size, _ = cache.shape
     if scales is not None:
-        x = x / scales[:, None]
-        x = x.clamp(-128, 127).round() if cache.dtype == torch.int8 else x.clamp(-448, 448)
+        x = (x / scales[:, None]).clamp(-448, 448)
     kept = (slots >= 0) & (slots < pages * page_size)
     page, offset = slots[kept] // page_size, slots[kept] % page_size
     stored = x[kept].to(cache.dtype)

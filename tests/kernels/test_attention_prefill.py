@@ -59,7 +59,6 @@ CASES: dict[str, dict[str, Any]] = {
     "window longer than contexts": {"contexts": [100, 20], "new": [40, 20], "window": 1000},
     "soft cap": {"contexts": [100, 20], "new": [40, 1], "soft_cap": 2.0},
     "fp8": {"contexts": [100, 20], "new": [40, 1], "cache_dtype": torch.float8_e4m3fn},
-    "int8": {"contexts": [100, 20], "new": [40, 1], "cache_dtype": torch.int8},
 }
 
 

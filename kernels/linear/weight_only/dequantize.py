@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check_same_device, check_shape
+from quantkit.kernels.checks import HALVES, check_dtype
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.weight import Kernel
 from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly
@@ -84,14 +84,10 @@ def _dequantize(
         )
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None) -> Tensor:
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The weight [outputs, inputs] in 16 bit, columns in the kernel's order."""
-    shape = (weight.outputs, weight.inputs)
-    result = torch.empty(shape, dtype=dtype, device=weight.device) if out is None else out
-    check_dtype(NAME, "out", result, HALVES)
-    check_shape(NAME, "out", result, shape)
-    check_contiguous(NAME, "out", result)
-    check_same_device(NAME, weight=weight.words, out=result)
+    result = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.device)
+    check_dtype(NAME, "result", result, HALVES)
     text, constraints = assembly(weight.code_type, PTX[result.dtype], weight.table_values, weight.zero_points)
     _dequantize[(weight.chunks, weight.rows // _ROWS)](
         *weight.arguments(),
