@@ -109,6 +109,7 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     block = tuple(GroupWork(inputs, layers, fmt) for inputs, layers in sizes)
     work = Work(
         blocks=(block,) * 80,
+        hidden=8192,
         heads=64,
         eager=False,
         dtype="bfloat16",
