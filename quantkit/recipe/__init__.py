@@ -111,8 +111,9 @@ class Recipe(Contents):
     def _check_fused(self, members: list[tuple[str, _Rule]]) -> None:
         if len({rule.fmt for _, rule in members}) == 1:
             return
-        if len(members) > _NAMED:  # of many experts, one for each scheme
-            members = list({rule.fmt: (module, rule) for module, rule in reversed(members)}.values())[::-1]
+        if len(members) > _NAMED:  # of many experts, the first that has each scheme
+            schemes_of = [rule.fmt for _, rule in members]
+            members = [member for place, member in enumerate(members) if member[1].fmt not in schemes_of[:place]]
         schemes = ", ".join(f"{module} would be {rule}" for module, rule in members)
         raise InputError(
             f"recipe '{self.name}': {schemes}; the runtime and other engines run these layers as one matrix, so they "
