@@ -145,7 +145,8 @@ def _calibrated_bytes(work: Work) -> int:
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
     """Every expert has statistics of its own; the method makes copies of one at a time."""
     matrices = COPIES + group.experts - 1 if needs_hessian(work.options) else 0
-    return 4 * matrices * group.inputs**2 + 4 * SAMPLE * group.inputs * group.experts
+    sampled = min(SAMPLE * group.experts, max(SAMPLE, work.tokens * group.per_token))
+    return 4 * matrices * group.inputs**2 + 4 * sampled * group.inputs
 
 
 def _batch_bytes(work: Work) -> int:
