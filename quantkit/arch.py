@@ -9,38 +9,15 @@ A field that mirrors a key of config.json holds what transformers takes where th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantkit.errors import InputError, did_you_mean
+from quantkit.stages import Fold, Group, Part, Stage, dense_stages
 
 Config = Mapping[str, Any]  # the contents of config.json
-Group = tuple[str, ...]  # linear layers that read the same input
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Where the input scales of a group may go: the module before it, whose output feeds nothing but this group.
-
-    Only the last outputs of the producer matter (`Family.folded_outputs` says how many), which covers separate and
-    fused layers alike. Dividing them by s and multiplying the consumers' input columns by s changes nothing.
-
-        norm    an RMS norm; its effective weight, `weight + norm_offset`, is divided
-        value   the value rows; under grouped-query attention one KV head feeds several heads, which then share a scale
-        up      the up rows, which meet the activated gate in a plain product
-    """
-
-    kind: Literal["norm", "value", "up"]
-    producer: str
-    consumers: Group
-
-
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_O = ("self_attn.o_proj",)
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_DOWN = ("mlp.down_proj",)
-_AFTER_LINEARS = (Fold("value", "self_attn.v_proj", _O), Fold("up", "mlp.up_proj", _DOWN))
+_LLAMA = dense_stages()
 
 
 @dataclass(frozen=True)
@@ -50,16 +27,9 @@ class Family:
     model_type: str  # in config.json
     architecture: str  # class name in transformers
     blocks: str = "model.layers"
-    # Linears of a block in forward order: queries, keys and values; attention output; gate and up; down. Those in one
-    # group share their input and must share one scheme.
-    groups: tuple[Group, ...] = (_QKV, _O, _GATE_UP, _DOWN)
-    folds: tuple[Fold, ...] = (
-        Fold("norm", "input_layernorm", _QKV),
-        Fold("norm", "post_attention_layernorm", _GATE_UP),
-        *_AFTER_LINEARS,
-    )
-    # pre: a norm before attention and one before the MLP. sandwich: also one after each, before the residual sum.
-    norm: Literal["pre", "sandwich"] = "pre"
+    # The stages of a layer in forward order, or a function of layer number and config.json where layers differ. Every
+    # linear and every residual part must be there.
+    layout: tuple[Stage, ...] | Callable[[int, Config], tuple[Stage, ...]] = _LLAMA
     norm_offset: float = 0.0  # added to the stored norm weight; where it is 1, the norm multiplies in float32
     qk_norm: bool = False  # RMS norms `self_attn.q_norm` and `k_norm` over each head, before rope
     qkv_bias: Literal["never", "always", "config"] = "never"  # config: `attention_bias`, which covers o_proj as well
@@ -69,6 +39,7 @@ class Family:
     # one: all layers alike. partial: only the first `partial_rotary_factor` of each head is rotated. per-layer-type:
     # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
     rope: Literal["one", "partial", "per-layer-type"] = "one"
+    longrope_aliases: tuple[str, ...] = ()  # rope types that mean `longrope` in older files of this family
     # upper: layers from `max_window_layers` on, only under `use_sliding_window`. alternating: all layers but every
     # `full_every`-th. In both, `layer_types` in config.json wins.
     sliding: Literal["none", "all", "upper", "alternating"] = "none"
@@ -81,27 +52,33 @@ class Family:
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size), the factor rounded to the weights' dtype
     tie_word_embeddings: bool = False
 
-    def groups_of(self, layer: int) -> list[Group]:
-        """The groups of one block, by full module names."""
-        return [tuple(f"{self.blocks}.{layer}.{name}" for name in group) for group in self.groups]
+    def stages(self, layer: int, config: Config) -> tuple[Stage, ...]:
+        """What one layer consists of, in forward order; names are those inside the layer."""
+        return self.layout(layer, config) if callable(self.layout) else self.layout
 
-    def linear_groups(self, config: Config) -> list[Group]:
-        """The groups of all blocks in forward order."""
-        return [group for layer in range(_size(config, "num_hidden_layers")) for group in self.groups_of(layer)]
+    def modules(self, layer: int, stage: Stage) -> Group:
+        """The linears of a stage by full module names."""
+        return tuple(f"{self.blocks}.{layer}.{name}" for name in stage.linears)
+
+    def linears_by_stage(self, config: Config) -> list[list[Group]]:
+        """The linears of every stage of every layer by full module names, in forward order."""
+        layers = range(_size(config, "num_hidden_layers"))
+        return [[self.modules(layer, stage) for stage in self.stages(layer, config)] for layer in layers]
 
     def linears(self, config: Config) -> list[str]:
         """Every linear layer inside the blocks, in forward order. `lm_head` is not among them."""
-        return [name for group in self.linear_groups(config) for name in group]
+        return [name for stages in self.linears_by_stage(config) for linears in stages for name in linears]
 
-    def biased(self, config: Config) -> Group:
-        """The linears of a block that have a bias."""
-        attention: tuple[Group, ...] = ()
+    def biased(self, layer: int, config: Config) -> Group:
+        """The linears of a layer that have a bias."""
+        roles: tuple[str, ...] = ()
         if self.qkv_bias == "always":
-            attention = self.groups[:1]
+            roles = ("qkv",)
         elif self.qkv_bias == "config" and config.get("attention_bias"):
-            attention = self.groups[:2]
-        mlp = self.groups[2:] if self.mlp_bias == "config" and config.get("mlp_bias") else ()
-        return tuple(name for group in attention + mlp for name in group)
+            roles = ("qkv", "output")
+        if self.mlp_bias == "config" and config.get("mlp_bias"):
+            roles += ("gate_up", "down")
+        return tuple(name for stage in self.stages(layer, config) if stage.role in roles for name in stage.linears)
 
     def tied(self, config: Config) -> bool:
         """Whether lm_head is the embedding matrix. Gemma's config.json is silent and means yes."""
@@ -126,17 +103,16 @@ class Family:
             slides = (layer + 1) % config.get("sliding_window_pattern", self.full_every) != 0
         return width if slides else None
 
-    def folded_outputs(self, fold: Fold, config: Config) -> int:
-        """How many of the producer's last outputs feed the consumers of a fold."""
+    def folded_outputs(self, fold: Fold, columns: int, config: Config) -> int:
+        """How many of the producer's last outputs feed a stage that reads this many columns."""
         if fold.kind == "value":
             return (config.get("num_key_value_heads") or _heads(config)) * self.size_of_head(config)
-        return _size(config, "hidden_size" if fold.kind == "norm" else "intermediate_size")
+        return columns
 
 
-_GEMMA_FOLDS = (
-    Fold("norm", "input_layernorm", _QKV),
-    Fold("norm", "pre_feedforward_layernorm", _GATE_UP),
-    *_AFTER_LINEARS,
+_GEMMA = dense_stages(
+    Part("attention", "self_attn", "input_layernorm", "post_attention_layernorm"),
+    Part("mlp", "mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 
 LLAMA = Family("llama", "LlamaForCausalLM", qkv_bias="config", mlp_bias="config")
@@ -158,8 +134,7 @@ QWEN3 = Family(
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
-    folds=_GEMMA_FOLDS,
-    norm="sandwich",
+    layout=_GEMMA,
     norm_offset=1.0,
     qkv_bias="config",
     activation="gelu_pytorch_tanh",
@@ -178,8 +153,7 @@ GEMMA2 = Family(
 GEMMA3_TEXT = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    folds=_GEMMA_FOLDS,
-    norm="sandwich",
+    layout=_GEMMA,
     norm_offset=1.0,
     qk_norm=True,
     qkv_bias="config",
@@ -198,14 +172,9 @@ GEMMA3_TEXT = Family(
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    groups=(("self_attn.qkv_proj",), _O, ("mlp.gate_up_proj",), _DOWN),
-    folds=(
-        Fold("norm", "input_layernorm", ("self_attn.qkv_proj",)),
-        Fold("norm", "post_attention_layernorm", ("mlp.gate_up_proj",)),
-        Fold("value", "self_attn.qkv_proj", _O),  # rows in the order q, k, v
-        Fold("up", "mlp.gate_up_proj", _DOWN),  # rows in the order gate, up
-    ),
+    layout=dense_stages(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     rope="partial",
+    longrope_aliases=("su", "yarn"),
     sliding="all",
 )
 

@@ -3,14 +3,13 @@
 The arguments that a block gets besides its hidden states (rotary tables, masks) differ between families and between
 layers. They are not rebuilt here: the model's own forward runs once with every block replaced by a recorder.
 
-A block is cut into two halves, attention and MLP, and each half where its linears stand, so that calibration can
-quantize one group of linears after the other without computing anything twice.
+A block runs as its residual parts, attention and MLP, and a part can be stopped where the linears of a stage
+(`arch.Stage`) read their inputs, so that calibration can quantize one stage after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,24 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.arch import Family, Group
+from quantkit.arch import Family
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.formats.base import DTYPES
 from quantkit.host_memory import return_free_memory
 from quantkit.served import serve_inputs
+from quantkit.stages import Part, Stage
 
 VOCABULARY_PIECE = 16384  # rows of the output matrix converted at once
 BATCH_TOKENS = 4096  # run through a block at once
 POSITIONS = 256  # whose logits are in memory at once
-
-# Norms before attention and MLP, and those after them.
-_NORMS: dict[str, tuple[tuple[str, str], tuple[str | None, str | None]]] = {
-    "pre": (("input_layernorm", "post_attention_layernorm"), (None, None)),
-    "sandwich": (
-        ("input_layernorm", "pre_feedforward_layernorm"),
-        ("post_attention_layernorm", "post_feedforward_layernorm"),
-    ),
-}
 
 
 class Recorder(nn.Module):
@@ -51,37 +42,70 @@ class Recorder(nn.Module):
         return hidden
 
 
+class _AllReached(Exception):
+    """Stops a part where nothing more is asked of it."""
+
+
 @dataclass(frozen=True)
-class Half:
-    """Attention or MLP of one block: norm, first linears, what lies between, last linear, residual sum."""
+class BlockPart:
+    """A residual part of a block that has its weights."""
 
     block: nn.Module
-    body: str  # `self_attn` or `mlp`
-    norm: str  # before the first linears
-    post_norm: str | None  # after the last linear, where the family has one
-    first: Group  # the linears that read the normed hidden states
-    last: str  # the linear that writes back
-    arguments: Mapping[str, Any]
+    part: Part
+    stages: tuple[Stage, ...]  # of this part, in forward order
+    arguments: Mapping[str, Any]  # that the body takes besides hidden states
 
-    def inputs(self, hidden: Tensor) -> Tensor:
-        """What the first linears read."""
-        normed: Tensor = self.block.get_submodule(self.norm)(hidden)
-        return normed
+    @property
+    def closing(self) -> Stage | None:
+        """The stage of one linear whose outputs are the body's; None where the outputs of experts are added up."""
+        last = self.stages[-1]
+        return None if len(last.names) > 1 or any(stage.experts for stage in self.stages) else last
 
-    def inner(self, hidden: Tensor) -> Tensor:
-        """What the last linear reads."""
-        with _passing_through(self.block, self.last):
-            output = self.block.get_submodule(self.body)(self.inputs(hidden), **self.arguments)
+    def inputs(self, stage: Stage, hidden: Tensor) -> list[Tensor | None]:
+        """What the linears of a stage read, for every expert where it has some; None: no token reached the expert."""
+        return self.read_by([each.names[0] for each in stage.by_expert], hidden)
+
+    def read_by(self, modules: list[str], hidden: Tensor) -> list[Tensor | None]:
+        """What some modules of this part read. It runs until all of them were reached, no further."""
+        found: dict[str, Tensor] = {}
+        hooks = []
+        for name in modules:
+
+            def reached(_: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
+                found[name] = inputs[0]
+                if len(found) == len(modules):
+                    raise _AllReached
+
+            # before hooks that round a layer's inputs as an engine does
+            hooks.append(self.block.get_submodule(name).register_forward_pre_hook(reached, prepend=True))
+        try:
+            self._body(hidden)
+        except _AllReached:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [found[name] if name in found and found[name].numel() else None for name in modules]
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """The hidden states after this part."""
+        return self._sum(hidden, self._body(hidden))
+
+    def close(self, hidden: Tensor, inputs: Tensor) -> Tensor:
+        """The same, from the inputs of the closing stage."""
+        assert self.closing is not None
+        return self._sum(hidden, self.block.get_submodule(self.closing.names[0])(inputs))
+
+    def _body(self, hidden: Tensor) -> Tensor:
+        normed = self.block.get_submodule(self.part.norm)(hidden)
+        output = self.block.get_submodule(self.part.body)(normed, **self.arguments)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    def close(self, hidden: Tensor, inner: Tensor) -> Tensor:
-        """The hidden states after this half."""
-        output = self.block.get_submodule(self.last)(inner)
-        if self.post_norm is not None:
-            output = self.block.get_submodule(self.post_norm)(output)
-        result: Tensor = hidden + output
-        return result
+    def _sum(self, hidden: Tensor, output: Tensor) -> Tensor:
+        if self.part.post_norm is not None:
+            output = self.block.get_submodule(self.part.post_norm)(output)
+        return hidden + output
 
 
 class BlockRunner:
@@ -134,8 +158,8 @@ class BlockRunner:
             model.layers, model.norm, model.rotary_emb = kept
         return [recorder.arguments for recorder in recorders]
 
-    def load(self, layer: int, arguments: Mapping[str, Any]) -> tuple[Half, Half]:
-        """One block with its weights, checked for NaN and Inf, as its two halves."""
+    def load(self, layer: int, arguments: Mapping[str, Any]) -> tuple[BlockPart, ...]:
+        """One block with its weights, checked for NaN and Inf, as its residual parts."""
         prefix = f"{self.family.blocks}.{layer}."
         weights: dict[str, Tensor] = {}
         plain, quantized = self._modules[layer]
@@ -150,7 +174,7 @@ class BlockRunner:
         block.load_state_dict(weights, assign=True)
         for module in quantized:
             serve_inputs(block.get_submodule(module.removeprefix(prefix)), self.checkpoint, module)
-        return halves_of(block.eval(), self.family, arguments)
+        return parts_of(block.eval(), self.family.stages(layer, self.checkpoint.config), arguments)
 
     def free(self, layer: int) -> None:
         """Makes a block an empty shell again."""
@@ -192,35 +216,25 @@ class BlockRunner:
         return self.family.blocks.rpartition(".")[0]
 
 
-def halves_of(block: nn.Module, family: Family, arguments: Mapping[str, Any]) -> tuple[Half, Half]:
-    """The two halves of a block."""
-    before, after = _NORMS[family.norm]
-    queries, output, gates, down = family.groups
-    return (
-        Half(block, "self_attn", before[0], after[0], queries, output[0], arguments),
-        Half(block, "mlp", before[1], after[1], gates, down[0], {}),
+def parts_of(block: nn.Module, stages: tuple[Stage, ...], arguments: Mapping[str, Any]) -> tuple[BlockPart, ...]:
+    """The residual parts of a block; `arguments` are for attention."""
+    return tuple(
+        BlockPart(
+            block,
+            part,
+            tuple(stage for stage in stages if stage.part == part),
+            arguments if part.kind == "attention" else {},
+        )
+        for part in dict.fromkeys(stage.part for stage in stages)
     )
 
 
 @torch.no_grad()
-def run_block(halves: tuple[Half, Half], hidden: Tensor) -> Tensor:
+def run_block(parts: tuple[BlockPart, ...], hidden: Tensor) -> Tensor:
     """The hidden states after a block."""
-    for half in halves:
-        hidden = half.close(hidden, half.inner(hidden))
+    for part in parts:
+        hidden = part.run(hidden)
     return hidden
-
-
-@contextmanager
-def _passing_through(block: nn.Module, name: str) -> Iterator[None]:
-    """For a moment, a linear hands its inputs on as they are."""
-    parent, _, child = name.rpartition(".")
-    holder = block.get_submodule(parent)
-    linear = getattr(holder, child)
-    setattr(holder, child, nn.Identity())
-    try:
-        yield
-    finally:
-        setattr(holder, child, linear)
 
 
 def _modules_by_block(checkpoint: Checkpoint, blocks: str) -> list[tuple[list[str], list[str]]]:

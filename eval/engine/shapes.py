@@ -15,6 +15,7 @@ from quantkit.kernels.linear.op import LinearWeight, prepare
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Linear, Weights
 from quantkit.runtime.model.lm_head import head_in_bits, more_bytes
+from quantkit.stages import Stage
 
 SHAPES = PLAIN_SHAPES
 # Activations of a random MLP have no few outlier columns, as trained ones have: with weights twice as large, thousands
@@ -49,11 +50,11 @@ class RandomWeights:
         config = self._config
         plain = config.vocab * config.hidden * (1 if config.tied else 2) * self._dtype.itemsize
         plain += more_bytes(config, self._dtype, self._head_bits)
-        return plain + sum(self._stored(rows, inputs) for rows, inputs in self._linears()) * config.layers
+        return plain + sum(self._stored(rows, inputs) for rows, inputs in self._linears())
 
     def _linears(self) -> Iterator[tuple[int, int]]:
-        for outputs, inputs in zip(self._config.group_outputs, self._config.group_inputs, strict=True):
-            yield from ((rows, inputs) for rows in outputs)
+        for stage in (stage for stages in self._config.stages for stage in stages):
+            yield from ((rows, self._config.inputs(stage)) for rows in self._config.outputs(stage))
 
     def _stored(self, rows: int, inputs: int) -> int:
         if self._format is None:
@@ -64,7 +65,7 @@ class RandomWeights:
     def load(self) -> Weights:
         config = self._config
         embedding = self._random(config.vocab, config.hidden)
-        blocks = tuple(self._block() for _ in range(config.layers))
+        blocks = tuple(self._block(stages) for stages in config.stages)
         head = Linear((embedding if config.tied else self._random(config.vocab, config.hidden),))
         head = head_in_bits(head, self._head_bits, self._dtype, self._prepare)
         return Weights(embedding, blocks, self._ones(config.hidden), head)
@@ -72,14 +73,21 @@ class RandomWeights:
     def _prepare(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
         return prepare(fmt, quantized, self._dtype)
 
-    def _block(self) -> Block:
-        config = self._config
-        qkv, output, gate_up, down = (
-            self._linear(outputs, inputs, biased=config.family.qkv_bias == "always" and place == 0)
-            for place, (outputs, inputs) in enumerate(zip(config.group_outputs, config.group_inputs, strict=True))
-        )
+    def _block(self, stages: tuple[Stage, ...]) -> Block:
+        config, linears = self._config, {}
+        for stage in stages:
+            biased = config.family.qkv_bias == "always" and stage.role == "qkv"
+            linears[stage.role] = self._linear(config.outputs(stage), config.inputs(stage), biased=biased)
         norm = self._ones(config.hidden)
-        return Block(norm, qkv, None, None, output, None, norm, gate_up, down, None)
+        return Block(
+            before_attention=norm,
+            q_norm=None,
+            k_norm=None,
+            after_attention=None,
+            before_mlp=norm,
+            after_mlp=None,
+            **linears,
+        )
 
     def _linear(self, outputs: tuple[int, ...], inputs: int, *, biased: bool) -> Linear:
         bias = self._random(sum(outputs), 1).flatten() if biased else None

@@ -13,6 +13,7 @@ from quantkit.arch import FAMILIES, Config
 from quantkit.errors import InputError
 from quantkit.formats import Shape
 from quantkit.runtime.model.config import ModelConfig, read_model_config
+from quantkit.stages import Stage
 
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _KV_KEYS = ("num_key_value_heads", "num_attention_heads")
@@ -124,27 +125,30 @@ def read_model(name: str, config: Mapping[str, Any]) -> PlannedModel:
     )
 
 
-def block_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """(out, in) of the linears of one block, by their names in it."""
-    return {
-        name: (rows, inputs)
-        for group, outputs, inputs in zip(config.family.groups, config.group_outputs, config.group_inputs, strict=True)
-        for name, rows in zip(group, outputs, strict=True)
-    }
+def stage_shapes(config: ModelConfig, stage: Stage) -> list[Shape]:
+    """(out, in) of the linears of a stage."""
+    return [(rows, config.inputs(stage)) for rows in config.outputs(stage)]
 
 
-def block_others(config: ModelConfig, raw: Config) -> int:
-    """Norms and biases of one block."""
-    family, shapes = config.family, block_shapes(config)
-    norms = config.hidden * (2 if family.norm == "pre" else 4) + (2 * config.head_dim if family.qk_norm else 0)
-    return norms + sum(shapes[name][0] for name in family.biased(raw))
+def block_others(config: ModelConfig, raw: Config, layer: int) -> int:
+    """Norms and biases of one block; `config` may be that of a rank, `layer` is the number in the whole model."""
+    family = config.family
+    stages, biased = family.stages(layer, raw), family.biased(layer, raw)
+    norms = sum(1 if part.post_norm is None else 2 for part in {stage.part for stage in stages})
+    biases = sum(sum(config.outputs(stage)) for stage in stages if stage.linears[0] in biased)
+    return config.hidden * norms + (2 * config.head_dim if family.qk_norm else 0) + biases
 
 
 def _decoder(raw: Config) -> Decoder:
     config = read_model_config(raw)
-    shapes, blocks = block_shapes(config), config.family.blocks
-    linears = {f"{blocks}.{layer}.{name}": shape for layer in range(config.layers) for name, shape in shapes.items()}
-    return Decoder(config, raw, linears, config.layers * block_others(config, raw) + config.hidden)
+    linears = {
+        module: shape
+        for layer, stages in enumerate(config.stages)
+        for stage in stages
+        for module, shape in zip(config.family.modules(layer, stage), stage_shapes(config, stage), strict=True)
+    }
+    others = sum(block_others(config, raw, layer) for layer in range(config.layers))
+    return Decoder(config, raw, linears, others + config.hidden)
 
 
 def _cache(config: Config, known: ModelConfig | None) -> Cache:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from quantkit.errors import InputError
 from quantkit.eval.plan.links import Link
-from quantkit.eval.plan.model import Cache, Decoder, block_others, block_shapes
+from quantkit.eval.plan.model import Cache, Decoder, block_others, stage_shapes
 from quantkit.eval.plan.weights import KEPT_BYTES, Chosen, WeightPlan, weigh_linears
 from quantkit.formats import Format, Gptq, Shape
+from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.ranks import Ranks, local_config
 
 ACTIVATION = 2  # bytes of a number that travels
@@ -54,28 +55,26 @@ def shard(decoder: Decoder, chosen: Chosen, ranks: Ranks) -> Shard:
     """The part of `ranks.rank`; InputError where a format's groups would be cut apart."""
     config, part = decoder.config, local_config(decoder.config, ranks)
     blocks = ranks.blocks(config.layers)
-    linears, traffic = _linears(decoder, chosen, ranks, block_shapes(part))
-    others = len(blocks) * block_others(part, decoder.raw) + (config.hidden if ranks.last_stage else 0)
+    linears, traffic = _linears(decoder, chosen, ranks, part)
+    others = sum(block_others(part, decoder.raw, layer) for layer in blocks)
+    others += config.hidden if ranks.last_stage else 0
     local = Decoder(part, decoder.raw, linears, others)
     return Shard(ranks, local, _weigh(local, chosen, ranks), _cache(local), traffic)
 
 
-def _linears(
-    decoder: Decoder, chosen: Chosen, ranks: Ranks, shapes: dict[str, Shape]
-) -> tuple[dict[str, Shape], Traffic]:
+def _linears(decoder: Decoder, chosen: Chosen, ranks: Ranks, part: ModelConfig) -> tuple[dict[str, Shape], Traffic]:
     """The linears of this rank's blocks, and what their row-parallel ones exchange."""
     config, family = decoder.config, decoder.config.family
-    output, down = family.groups[1][0], family.groups[3][0]
     linears: dict[str, Shape] = {}
     reduces = gathers = gathered = 0
-    for layer in ranks.blocks(config.layers):
-        for name, (rows, inputs) in shapes.items():
-            module = f"{family.blocks}.{layer}.{name}"
+    own = [(layer, stage) for layer in ranks.blocks(config.layers) for stage in config.stages[layer]]
+    for layer, stage in own:
+        for module, shape in zip(family.modules(layer, stage), stage_shapes(part, stage), strict=True):
             fmt, whole = chosen.formats[module], decoder.linears[module]
-            linears[module] = (rows, inputs)
-            if name not in (output, down) or ranks.tensor == 1:
+            linears[module] = shape
+            if stage.role not in ("output", "down") or ranks.tensor == 1:
                 continue
-            if _gathers(fmt, inputs, attention=name == output):
+            if _gathers(fmt, shape[1], attention=stage.role == "output"):
                 linears[module] = (-(-whole[0] // ranks.tensor), whole[1])
                 gathers, gathered = gathers + 2, gathered + whole[0] + whole[1]
             else:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantkit.arch import Config, Family, Fold
+from quantkit.arch import Config, Family
 from quantkit.blocks import weight_of
+from quantkit.stages import Stage
 
 SAME_STORY = 0.8  # correlation of the two estimates; of independent rounding errors it is near 0, of folds near 1
 
@@ -34,19 +35,16 @@ class FoldedScales:
         return plain
 
 
-def linear_folds(family: Family) -> list[Fold]:
-    """Folds from linear to linear. Those into norms need no care: both blocks start from the same hidden states."""
-    return [fold for fold in family.folds if fold.kind != "norm"]
-
-
 def folded_scales(
-    fold: Fold, family: Family, config: Config, blocks: tuple[nn.Module, nn.Module], outputs: tuple[Tensor, Tensor]
+    stage: Stage, family: Family, config: Config, blocks: tuple[nn.Module, nn.Module], outputs: tuple[Tensor, Tensor]
 ) -> FoldedScales:
-    """The scales of a fold, all 1 where there is none. Blocks and outputs [tokens, out] of the producer: original
-    first, then quantized."""
-    folded = family.folded_outputs(fold, config)
+    """The scales of a stage of one linear, all 1 where nothing was folded. Blocks and outputs [tokens, out] of the
+    producer: original first, then quantized."""
+    fold, consumer = stage.fold, stage.names[0]
+    assert fold is not None
+    columns_read = weight_of(blocks[0].get_submodule(consumer)).shape[1]
+    folded = family.folded_outputs(fold, columns_read, config)
     head = family.size_of_head(config) if fold.kind == "value" else folded
-    consumer = fold.consumers[0]
     ours, theirs = (output[..., -folded:].reshape(-1, folded).double() for output in outputs)
     of_outputs = _fitted(theirs, ours)  # theirs * this = ours
     original, quantized = (weight_of(block.get_submodule(consumer)).double() for block in blocks)

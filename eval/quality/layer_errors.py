@@ -1,6 +1,6 @@
 """Where the damage is: the error that every linear adds, and what has piled up behind every block.
 
-Local: both blocks start from the hidden states of the unquantized model, and so does each half of them. A linear's
+Local: both blocks start from the hidden states of the unquantized model, and so does each stage of them. A linear's
 error is ||y_q - y|| / ||y|| over all tokens, where y is the original's output, and y_q the quantized one's on the same
 input, rounded as served where the format does so. Scales folded into a norm are undone by the norm itself, those folded
 into v_proj and up_proj by `folds.py`; what is left is error.
@@ -13,7 +13,7 @@ others, and a norm over all tokens would be about them alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from quantkit.arch import Family, family_of
-from quantkit.blocks import BlockRunner, Half, run_block
+from quantkit.blocks import BlockPart, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
-from quantkit.eval.quality.folds import FoldedScales, folded_scales, linear_folds
+from quantkit.eval.quality.folds import FoldedScales, folded_scales
 from quantkit.progress import Progress, silent
 from quantkit.sources import model_folder
+from quantkit.stages import Stage
 
 _SAME_KEYS = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-_Halves = tuple[Half, Half]
+_Parts = tuple[BlockPart, ...]
 
 
 class WorstLinear(NamedTuple):
@@ -43,12 +44,13 @@ class WorstLinear(NamedTuple):
 class LayerErrors:
     """Relative errors, one for each layer."""
 
-    linears: Mapping[str, tuple[float, ...]]  # local, by short name: `q_proj`
+    # Local, by short name: `q_proj`. Of all experts together; None in a layer that has no such linear.
+    linears: Mapping[str, tuple[float | None, ...]]
     blocks: tuple[float, ...]  # accumulated
 
     def worst(self, count: int) -> list[WorstLinear]:
         found = [WorstLinear(layer, name, error) for name, errors in self.linears.items()
-                 for layer, error in enumerate(errors)]  # fmt: skip
+                 for layer, error in enumerate(errors) if error is not None]  # fmt: skip
         return sorted(found, key=lambda one: -one.error)[:count]
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,21 +82,21 @@ def layer_errors(
     runners = [BlockRunner(checkpoint, family, device) for checkpoint in checkpoints]
     hidden = [list(runner.embed(ids).to(runner.device).split(1)) for runner in runners]  # each [1, window, hidden]
     arguments = [runner.arguments(ids.shape[1]) for runner in runners]
-    linears: defaultdict[str, list[float]] = defaultdict(list)
+    linears: list[dict[str, float]] = []  # of every layer
     blocks: list[float] = []
     for layer in range(len(runners[0])):
         original, rounded = (
             runner.load(layer, given[layer]) for runner, given in zip(runners, arguments, strict=True)
         )  # fmt: skip
-        for name, error in _local_errors(original, rounded, hidden[0], family, checkpoints[0]).items():
-            linears[name.rpartition(".")[2]].append(error)
-        for states, halves in zip(hidden, (original, rounded), strict=True):
-            states[:] = [run_block(halves, part) for part in states]
+        linears.append(_local_errors(original, rounded, hidden[0], family, checkpoints[0]))
+        for states, parts in zip(hidden, (original, rounded), strict=True):
+            states[:] = [run_block(parts, window) for window in states]
         blocks.append(_drift(*hidden))
         for runner in runners:
             runner.free(layer)
         on_block(f"block {layer}", len(runners[0]))
-    return LayerErrors({name: tuple(errors) for name, errors in linears.items()}, tuple(blocks))
+    names = dict.fromkeys(name for errors in linears for name in errors)
+    return LayerErrors({name: tuple(errors.get(name) for errors in linears) for name in names}, tuple(blocks))
 
 
 def _common_family(base: Checkpoint, quantized: Checkpoint) -> Family:
@@ -109,49 +111,92 @@ def _common_family(base: Checkpoint, quantized: Checkpoint) -> Family:
 
 
 def _local_errors(
-    original: _Halves, rounded: _Halves, hidden: list[Tensor], family: Family, checkpoint: Checkpoint
+    original: _Parts, rounded: _Parts, hidden: list[Tensor], family: Family, checkpoint: Checkpoint
 ) -> dict[str, float]:
-    """The errors of a block's linears on the original's hidden states, by name inside the block."""
-    folds = _find_folds(original, rounded, hidden[0], family, checkpoint)
+    """The errors of a block's linears on the original's hidden states, by short name."""
+    folds = _find_folds(original, rounded, hidden, family, checkpoint)
     sums = _Sums()
     for states in hidden:
         for ours, theirs in zip(original, rounded, strict=True):
-            states = _compare_half(ours, theirs, states, folds, sums)
+            states = _compare_part(ours, theirs, states, folds, sums)
     return sums.errors()
 
 
-def _compare_half(
-    ours: Half, theirs: Half, hidden: Tensor, folds: Mapping[str, FoldedScales], sums: _Sums
-) -> Tensor:  # fmt: skip
-    """Adds up the differences in one half. Returns the original's hidden states behind it."""
-    inputs = ours.inputs(hidden), theirs.inputs(hidden)
-    for name in ours.first:
-        wanted, found = (half.block.get_submodule(name)(x) for half, x in zip((ours, theirs), inputs, strict=True))
-        sums.add(name, folds[name].unfolded(found) if name in folds else found, wanted)
-    inner = ours.inner(hidden)
-    folded = inner / folds[ours.last].columns if ours.last in folds else inner
-    wanted, found = ours.block.get_submodule(ours.last)(inner), theirs.block.get_submodule(ours.last)(folded)
-    sums.add(ours.last, found, wanted)
-    return ours.close(hidden, inner)
+def _compare_part(
+    ours: BlockPart, theirs: BlockPart, hidden: Tensor, folds: Mapping[str, FoldedScales], sums: _Sums
+) -> Tensor:
+    """Adds up the differences in one part. Returns the original's hidden states after it."""
+    inputs: list[Tensor | None] = []
+    for stage in ours.stages:
+        inputs = ours.inputs(stage, hidden)
+        for each, read in zip(stage.by_expert, inputs, strict=True):
+            if read is None:
+                continue
+            served = _served_inputs(ours, theirs, each, hidden, read, folds)
+            for name in each.names:
+                wanted, found = _outputs(name, (ours, theirs), (read, served))
+                undone = name in folds and folds[name].producer == name
+                sums.add(name.rpartition(".")[2], folds[name].unfolded(found) if undone else found, wanted)
+    inner = inputs[0] if ours.closing else None
+    return ours.run(hidden) if inner is None else ours.close(hidden, inner)
+
+
+def _served_inputs(
+    ours: BlockPart,
+    theirs: BlockPart,
+    stage: Stage,
+    hidden: Tensor,
+    read: Tensor,
+    folds: Mapping[str, FoldedScales],
+) -> Tensor:
+    """What the quantized stage reads where the original reads `read`: divided by the scales that it took."""
+    if stage.fold is not None and stage.fold.kind == "norm":
+        (before,) = ours.read_by([stage.fold.producer], hidden)
+        scaled: Tensor = theirs.block.get_submodule(stage.fold.producer)(before)
+        return scaled
+    name = stage.names[0]
+    return read / folds[name].columns if name in folds and folds[name].consumer == name else read
+
+
+def _outputs(name: str, parts: _Parts, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    wanted, found = (part.block.get_submodule(name)(read) for part, read in zip(parts, inputs, strict=True))
+    return wanted, found
 
 
 def _find_folds(
-    original: _Halves, rounded: _Halves, hidden: Tensor, family: Family, checkpoint: Checkpoint
+    original: _Parts, rounded: _Parts, hidden: list[Tensor], family: Family, checkpoint: Checkpoint
 ) -> dict[str, FoldedScales]:
-    """By the names of both linears of a fold, from one window."""
+    """By the names of both linears of a fold, each from the first window that reaches it.
+
+    Folds into norms need no care: both norms start from the same hidden states.
+    """
     found: dict[str, FoldedScales] = {}
-    for ours, theirs in zip(original, rounded, strict=True):
-        for fold in linear_folds(family):
-            if fold.producer not in ours.first:
-                continue
-            outputs = (
-                ours.block.get_submodule(fold.producer)(ours.inputs(hidden)),
-                theirs.block.get_submodule(fold.producer)(theirs.inputs(hidden)),
-            )
-            scales = folded_scales(fold, family, checkpoint.config, (ours.block, theirs.block), outputs)
-            found[scales.producer] = found[scales.consumer] = scales
-        hidden = ours.close(hidden, ours.inner(hidden))
+    for states in hidden:
+        missing = False
+        for ours, theirs in zip(original, rounded, strict=True):
+            for each, read in _producer_inputs(ours, states):
+                assert each.fold is not None
+                producer = each.fold.producer
+                if read is None or producer in found:
+                    missing |= producer not in found
+                    continue
+                stage = next(one for stage in ours.stages for one in stage.by_expert if producer in one.names)
+                served = _served_inputs(ours, theirs, stage, states, read, found)
+                outputs = _outputs(producer, (ours, theirs), (read, served))
+                scales = folded_scales(each, family, checkpoint.config, (ours.block, theirs.block), outputs)
+                found[producer] = found[scales.consumer] = scales
+            states = ours.run(states)
+        if not missing:
+            break
     return found
+
+
+def _producer_inputs(part: BlockPart, hidden: Tensor) -> Iterator[tuple[Stage, Tensor | None]]:
+    """For every stage (of every expert) whose scales go into a linear: what that linear reads."""
+    for stage in part.stages:
+        if stage.fold is not None and stage.fold.kind != "norm":
+            producers = [each.fold.producer for each in stage.by_expert if each.fold is not None]
+            yield from zip(stage.by_expert, part.read_by(producers, hidden), strict=True)
 
 
 def _drift(original: list[Tensor], drifted: list[Tensor]) -> float:

@@ -80,7 +80,7 @@ def tensor_types(file: GgufFile) -> dict[str, int]:
 def _block(layer: int, family: Family, config: dict[str, Any]) -> list[Placement]:
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     outputs = _outputs(config)
-    biased = family.biased(config)
+    biased = family.biased(layer, config)
     source, target = f"blk.{layer}", f"model.layers.{layer}"
     places = [
         Placement(f"{source}.attn_norm.weight", f"{target}.input_layernorm.weight", (hidden,)),

@@ -1,4 +1,4 @@
-"""Calibrated methods, block by block: each group of layers sees what the quantized layers before it produce."""
+"""Calibrated methods, block by block: each stage of a block sees what the quantized layers before it produce."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.arch import Family
-from quantkit.blocks import BATCH_TOKENS, BlockRunner, Half
+from quantkit.blocks import BATCH_TOKENS, BlockPart, BlockRunner
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Format
@@ -21,8 +21,10 @@ from quantkit.methods.steps import needs_hessian, scales_inputs
 from quantkit.passes.activations import Activations, choose_place
 from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
+from quantkit.passes.stage_inputs import stage_statistics
+from quantkit.stages import Stage
 
-KEPT_INNER_BYTES = 512 << 20  # what lies between two linears is kept up to this size, else computed twice
+KEPT_INNER_BYTES = 512 << 20  # inputs of a part's last linear are kept up to this size, else computed twice
 
 
 class CalibratedPass:
@@ -37,7 +39,7 @@ class CalibratedPass:
         device: str,
         scratch: Path,
     ) -> None:
-        if scales_inputs(options) and not family.folds:
+        if scales_inputs(options) and not _has_folds(family, source):
             raise InputError(
                 f"the family '{family.model_type}' has no layers that could take input scales; "
                 "use a method that needs none, such as gptq"
@@ -66,51 +68,47 @@ class CalibratedPass:
     def blocks(self, on_layer: Callable[[QuantizedLayer], None], *, first: int = 0) -> Iterator[QuantizedBlock]:
         """Quantizes block after block from `first` on."""
         for layer in range(first, len(self.runner)):
-            halves = self.runner.load(layer, self._arguments[layer])
+            parts = self.runner.load(layer, self._arguments[layer])
             work = BlockQuantizer(self.source, self.family, self.chosen, self.options, layer, on_layer)
-            for half in halves:
-                self._run_half(half, work)
-            block = work.result(halves[0].block)
+            for part in parts:
+                self._run_part(part, work)
+            block = work.result(parts[0].block)
             self.runner.free(layer)
             yield block
 
     @torch.no_grad()
-    def _run_half(self, half: Half, work: BlockQuantizer) -> None:
-        """The first linears of a half, then its last one, then the hidden states behind it."""
-        if work.wants(half.first):
-            work.quantize(half, half.first, self._statistics(half.inputs(batch) for batch in self.hidden))
-        with fast_products(self.runner.device):
-            inner = self._keep_inner(half)
-        if work.wants((half.last,)):
-            batches = inner if inner is not None else (half.inner(batch) for batch in self.hidden)
-            divisor = work.quantize(half, (half.last,), self._statistics(batches))
-            if inner is not None and divisor is not None:
-                for index, batch in enumerate(inner):
-                    inner[index] = batch / divisor.to(batch.dtype)
+    def _run_part(self, part: BlockPart, work: BlockQuantizer) -> None:
+        """One stage after the other, then the hidden states after the part."""
+        inner = None
+        for stage in part.stages:
+            if stage == part.closing:
+                with fast_products(self.runner.device):
+                    inner = self._keep_inner(part, stage)
+            if work.wants(stage):
+                divisors = work.quantize(part.block, stage, self._statistics(part, stage, inner))
+                if inner is not None and divisors[0] is not None:
+                    for index, batch in enumerate(inner):
+                        inner[index] = batch / divisors[0].to(batch.dtype)
         with fast_products(self.runner.device):
             for index, batch in enumerate(self.hidden):
-                self.hidden[index] = half.close(batch, inner[index] if inner is not None else half.inner(batch))
+                self.hidden[index] = part.run(batch) if inner is None else part.close(batch, inner[index])
 
-    def _keep_inner(self, half: Half) -> Activations | None:
-        """What the last linear reads, for all batches, unless that is too much to keep."""
-        first = half.inner(self.hidden[0])
-        if first.nbytes * len(self.hidden) > KEPT_INNER_BYTES:
-            return None
+    def _keep_inner(self, part: BlockPart, closing: Stage) -> Activations | None:
+        """What the closing stage reads, for all batches, unless that is too much to keep."""
         inner = Activations(self.runner.device, "device", self._scratch)
-        inner.append(first)
-        inner.extend(half.inner(self.hidden[index]) for index in range(1, len(self.hidden)))
+        for batch in self.hidden:
+            (inputs,) = part.inputs(closing, batch)
+            assert inputs is not None
+            if inputs.nbytes * len(self.hidden) > KEPT_INNER_BYTES:
+                return None
+            inner.append(inputs)
         return inner
 
-    def _statistics(self, batches: Iterable[Tensor]) -> InputStatistics:
-        statistics = None
-        with fast_products(self.runner.device):
-            for batch in batches:
-                if statistics is None:
-                    wanted = needs_hessian(self.options)
-                    statistics = InputStatistics(batch.shape[-1], batch.device, hessian=wanted)
-                statistics.add(batch)
-        assert statistics is not None
-        return statistics
+    def _statistics(self, part: BlockPart, stage: Stage, inner: Activations | None) -> list[InputStatistics]:
+        batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
+        if inner is not None:
+            batches = ([batch] for batch in inner)
+        return stage_statistics(part, stage, batches, hessian=needs_hessian(self.options))
 
     def _prepare(self, tokens: Tensor) -> None:
         self._arguments = self.runner.arguments(tokens.shape[1])
@@ -121,3 +119,8 @@ class CalibratedPass:
     @staticmethod
     def _batch(length: int) -> int:
         return max(1, BATCH_TOKENS // length)
+
+
+def _has_folds(family: Family, source: Checkpoint) -> bool:
+    layers = range(int(source.config["num_hidden_layers"]))
+    return any(stage.fold for layer in layers for stage in family.stages(layer, source.config))

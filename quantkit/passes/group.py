@@ -1,16 +1,16 @@
-"""The layers of one block, group by group: scale the inputs, round, leave the decoded weight for what comes behind."""
+"""The layers of one block, stage by stage: scale the inputs, round, leave the decoded weight for what comes after."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.arch import Family, Fold, Group
-from quantkit.blocks import Half, weight_of
+from quantkit.arch import Family
+from quantkit.blocks import weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
@@ -19,9 +19,10 @@ from quantkit.formats.llm_int8 import LlmInt8
 from quantkit.methods import MethodOptions
 from quantkit.methods.losses import output_energy
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import Rounded, choose_scales, round_weight, scales_inputs
+from quantkit.methods.steps import UNREACHED, Rounded, choose_scales, round_weight, scales_inputs
 from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
+from quantkit.stages import Fold, Stage
 
 
 class BlockQuantizer:
@@ -37,6 +38,7 @@ class BlockQuantizer:
         on_layer: Callable[[QuantizedLayer], None],
     ) -> None:
         self._source, self._family, self._options, self._on_layer = source, family, options, on_layer
+        self._stages = family.stages(layer, source.config)
         self._prefix = f"{family.blocks}.{layer}."
         self._formats = {
             module.removeprefix(self._prefix): fmt for module, fmt in chosen.items() if module.startswith(self._prefix)
@@ -45,20 +47,30 @@ class BlockQuantizer:
         self._layers: dict[str, QuantizedLayer] = {}
         self._changed: set[str] = set()  # plain tensors that took scales
 
-    def wants(self, names: Group) -> bool:
-        return names[0] in self._formats  # fused layers share a scheme
+    def wants(self, stage: Stage) -> bool:
+        return stage.linears[0] in self._formats  # a stage has one scheme
 
-    def quantize(self, half: Half, names: Group, inputs: InputStatistics) -> Tensor | None:
-        """Quantizes the linears of a group in place; returns what their inputs are divided by from now on."""
-        fmt = self._formats[names[0]]
-        linears = [half.block.get_submodule(name) for name in names]
+    def quantize(self, block: nn.Module, stage: Stage, inputs: Sequence[InputStatistics]) -> list[Tensor | None]:
+        """Quantizes the linears of a stage in place, those of every expert by their own inputs.
+
+        Returns what these inputs are divided by from now on.
+        """
+        largest = torch.stack([seen.absmax for seen in inputs]).amax(0)
+        for seen in inputs:
+            if not seen.tokens:  # its input scale must fit tokens that come when the model is served
+                seen.absmax = largest
+        return [self._quantize(block, each, seen) for each, seen in zip(stage.by_expert, inputs, strict=True)]
+
+    def _quantize(self, block: nn.Module, stage: Stage, inputs: InputStatistics) -> Tensor | None:
+        fmt = self._formats[stage.names[0]]
+        linears = [block.get_submodule(name) for name in stage.names]
         try:
-            divisor, notes = self._scale(half.block, names, linears, fmt, inputs)
+            divisor, notes = self._scale(block, stage, linears, fmt, inputs)
             rounded = _round(self._options, [weight_of(linear).float() for linear in linears], fmt, inputs)
-            for name, linear, part in zip(names, linears, rounded, strict=True):
+            for name, linear, part in zip(stage.names, linears, rounded, strict=True):
                 self._keep(name, linear, fmt, part, inputs, notes)
         except InputError as error:
-            raise InputError(f"{self._prefix}{names[0]}: {error}") from error
+            raise InputError(f"{self._prefix}{stage.names[0]}: {error}") from error
         return divisor
 
     def result(self, block: nn.Module) -> QuantizedBlock:
@@ -66,19 +78,20 @@ class BlockQuantizer:
         changed = {}
         for name in sorted(self._changed):
             changed[self._prefix + name] = block.get_parameter(name).detach().to("cpu", self._stored)
-        order = [name for group in self._family.groups for name in group if name in self._layers]
+        order = [name for stage in self._stages for name in stage.linears if name in self._layers]
         return QuantizedBlock(tuple(self._layers[name] for name in order), changed)
 
     def _scale(
-        self, block: nn.Module, names: Group, linears: list[nn.Module], fmt: Format, inputs: InputStatistics
+        self, block: nn.Module, stage: Stage, linears: list[nn.Module], fmt: Format, inputs: InputStatistics
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Chooses input scales, puts them into the module before and multiplies the columns."""
-        fold = next((fold for fold in self._family.folds if fold.consumers == names), None)
+        if not inputs.tokens:
+            return None, {"warning": UNREACHED}
+        fold, columns, config = stage.fold, inputs.absmax.numel(), self._source.config
         if fold is None or not scales_inputs(self._options):
             return None, {}
-        config = self._source.config
-        folded, head = self._family.folded_outputs(fold, config), self._family.size_of_head(config)
-        tie = tied_heads(folded, inputs.absmax.numel(), head if fold.kind == "value" else 1)
+        folded, head = self._family.folded_outputs(fold, columns, config), self._family.size_of_head(config)
+        tie = tied_heads(folded, columns, head if fold.kind == "value" else 1)
         weight = torch.cat([weight_of(linear) for linear in linears]).float()
         choice = choose_scales(self._options, weight, fmt, inputs, tie)
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}

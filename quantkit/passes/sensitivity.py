@@ -1,8 +1,8 @@
-"""What a model loses when one group of layers alone is quantized, measured for every group in one pass.
+"""What a model loses when one stage of layers alone is quantized, measured for every stage in one pass.
 
-The unquantized model runs block by block over a few sequences. At every group a stream branches off: the hidden states
-as they become when this group alone is rounded to few bits, by the recipe's own method. All streams run on through the
-blocks behind, and KL(original || stream) at the end is what the rounding of this group costs. Only one block is in
+The unquantized model runs block by block over a few sequences. At every stage a stream branches off: the hidden states
+as they become when this stage alone is rounded to few bits, by the recipe's own method. All streams run on through the
+blocks after it, and KL(original || stream) at the end is what the rounding of this stage costs. Only one block is in
 memory at a time; the streams are kept wherever they fit.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit.arch import Family, Group
-from quantkit.blocks import BATCH_TOKENS, POSITIONS, BlockRunner, Half, run_block, weight_of
+from quantkit.arch import Family
+from quantkit.blocks import BATCH_TOKENS, POSITIONS, BlockPart, BlockRunner, run_block, weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
@@ -31,7 +31,9 @@ from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rou
 from quantkit.methods.statistics import InputStatistics
 from quantkit.methods.steps import round_weight
 from quantkit.passes.activations import Activations, choose_place
+from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.progress import Progress, silent
+from quantkit.stages import Group, Stage
 
 # On a model of 135 M weights 4 x 128 tokens chose bits that lose 1 to 2 % more than those chosen by 4 x 256, and 4 x 32
 # up to 10 %. Products in bfloat16 (`fast_products`) add up to 2e-4 nats to every KL there, less than the tokens do.
@@ -42,7 +44,7 @@ RUINED = 100.0  # nats, for a probe that computes NaN
 
 
 class SensitivityPass:
-    """The pass over all blocks. Layers of one group share a format in `chosen`."""
+    """The pass over all blocks. Layers of one stage share a format in `chosen`."""
 
     def __init__(
         self,
@@ -55,34 +57,35 @@ class SensitivityPass:
     ) -> None:
         self.family, self.chosen, self.options = family, chosen, options
         self.runner = BlockRunner(source, family, device)
-        self.groups = [group for group in family.linear_groups(source.config) if group[0] in chosen]
-        self._widest = max(source.tensors[f"{group[0]}.weight"].info.shape[1] for group in self.groups)
+        by_layer = family.linears_by_stage(source.config)
+        self.stages = [modules for layer in by_layer for modules in layer if modules[0] in chosen]
+        self._widest = max(source.tensors[f"{modules[0]}.weight"].info.shape[1] for modules in self.stages)
         self._scratch = scratch  # for streams that do not fit into memory
 
     @torch.no_grad()
     def run(self, tokens: Tensor, target_bits: float, on_step: Progress = silent) -> list[Sensitivity]:
-        """The sensitivities of all groups in forward order, from calibration tokens [samples, length]."""
+        """The sensitivities of all stages in forward order, from calibration tokens [samples, length]."""
         scored, fitted = self._begin(tokens)
-        place = choose_place(len(self.groups) * scored.nbytes, self.runner.device)
+        place = choose_place(len(self.stages) * scored.nbytes, self.runner.device)
         streams = Activations(self.runner.device, place, self._scratch)
         fast = partial(fast_products, self.runner.device)
         found: list[Sensitivity] = []
         for layer, arguments in enumerate(self.runner.arguments(scored.shape[1])):
-            halves = self.runner.load(layer, arguments)
+            parts = self.runner.load(layer, arguments)
             with fast():
-                _advance(streams, partial(run_block, halves))
+                _advance(streams, partial(run_block, parts))
             branches = []
-            for half, behind in ((halves[0], halves[1]), (halves[1], None)):
-                for trial in self._trials(layer, half, fitted, target_bits):
-                    with fast():
-                        branches.append(_branch(trial, half, behind, scored))
+            for number, part in enumerate(parts):
+                for trial in self._trials(layer, part, fitted, target_bits):
+                    with fast(), _replaced(trial.linears, trial.decoded):
+                        branches.append(run_block(parts[number:], scored))
                     found.append(trial.result)
-                    on_step(f"{trial.result.modules[0]}  measured", len(self.groups))
+                    on_step(f"{trial.result.modules[0]}  measured", len(self.stages))
                 with fast():
-                    scored = _through(half, scored)
-                    _advance(fitted, partial(_through, half))
+                    scored = part.run(scored)
+                    _advance(fitted, part.run)
             if branches:
-                streams.append(torch.cat(branches))  # [groups * scored, length, hidden]
+                streams.append(torch.cat(branches))  # [stages * scored, length, hidden]
             self.runner.free(layer)
         with fast():
             divergences = self._divergences(scored, streams)
@@ -103,30 +106,38 @@ class SensitivityPass:
             fitted.append(self.runner.embed(part))
         return self.runner.embed(tokens[:count]).to(self.runner.device), fitted
 
-    def _trials(self, layer: int, half: Half, fitted: Activations, target_bits: float) -> Iterator[_Trial]:
-        """What is tried on the groups of a half."""
-        for names, read in ((half.first, half.inputs), ((half.last,), half.inner)):
-            group = tuple(f"{self.family.blocks}.{layer}.{name}" for name in names)
-            if group[0] in self.chosen:
-                linears = [half.block.get_submodule(name) for name in names]
+    def _trials(self, layer: int, part: BlockPart, fitted: Activations, target_bits: float) -> Iterator[_Trial]:
+        """What is tried on the stages of a part."""
+        for stage in part.stages:
+            modules = self.family.modules(layer, stage)
+            if modules[0] in self.chosen:
+                batches = (part.inputs(stage, batch) for batch in fitted)
                 try:
-                    yield self._trial(group, linears, _statistics(read, fitted), target_bits)
+                    yield self._trial(modules, part, stage, stage_statistics(part, stage, batches), target_bits)
                 except InputError as error:
-                    raise InputError(f"{group[0]}: {error}") from error
+                    raise InputError(f"{modules[0]}: {error}") from error
 
-    def _trial(self, group: Group, linears: list[nn.Module], inputs: InputStatistics, target_bits: float) -> _Trial:
-        weight = torch.cat([weight_of(linear) for linear in linears]).float()  # [out, in]
-        fmt, width = self.chosen[group[0]], weight.shape[1]
-        searches = _searches(self.options)
-        errors = rounding_errors(weight, candidates(fmt, width), inputs.require_hessian(), search=searches)
-        probe = probe_for(fmt, width, target_bits)
-        rounded = round_weight(self.options, weight, probe, inputs).quantized
-        return _Trial(linears, rounded.dequantize(), Sensitivity(group, probe, 0.0, errors))
+    def _trial(
+        self, modules: Group, part: BlockPart, stage: Stage, inputs: list[InputStatistics], target_bits: float
+    ) -> _Trial:
+        """All experts of a stage are tried together, each rounded by what it reads."""
+        fmt, width = self.chosen[modules[0]], inputs[0].absmax.numel()
+        schemes, probe = candidates(fmt, width), probe_for(fmt, width, target_bits)
+        errors = dict.fromkeys(schemes, 0.0)
+        linears, decoded = [], []
+        for each, seen in zip(stage.by_expert, inputs, strict=True):
+            stacked = [part.block.get_submodule(name) for name in each.names]
+            weight = torch.cat([weight_of(linear) for linear in stacked]).float()  # [out, in]
+            found = rounding_errors(weight, schemes, seen.require_hessian(), search=_searches(self.options))
+            errors = {scheme: errors[scheme] + found[scheme] for scheme in schemes}
+            linears += stacked
+            decoded.append(round_weight(self.options, weight, probe, seen).quantized.dequantize())
+        return _Trial(linears, torch.cat(decoded), Sensitivity(modules, probe, 0.0, errors))
 
     def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
         """KL(base || stream) of every stream in the order of their branching off, in nats a token."""
         base = base.flatten(0, 1)  # [positions, hidden]
-        sums = [0.0] * len(self.groups)
+        sums = [0.0] * len(self.stages)
         for start in range(0, len(base), POSITIONS):
             part = slice(start, start + POSITIONS)
             logits = self.runner.logits(base[part])
@@ -139,39 +150,16 @@ class SensitivityPass:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A group under test: its linears, their weights [out, in] as the probe has them, and what is known so far."""
+    """A stage under test: its linears, their weights [out, in] as the probe has them, and what is known so far."""
 
     linears: list[nn.Module]
     decoded: Tensor
     result: Sensitivity
 
 
-def _branch(trial: _Trial, half: Half, behind: Half | None, scored: Tensor) -> Tensor:
-    """The hidden states behind a block in which one group of this half has the weights of a probe."""
-    with _replaced(trial.linears, trial.decoded):
-        states = _through(half, scored)
-    return states if behind is None else _through(behind, states)
-
-
-def _through(half: Half, states: Tensor) -> Tensor:
-    return half.close(states, half.inner(states))
-
-
 def _advance(states: Activations, step: Callable[[Tensor], Tensor]) -> None:
     for index, batch in enumerate(states):
         states[index] = step(batch)
-
-
-def _statistics(read: Callable[[Tensor], Tensor], states: Activations) -> InputStatistics:
-    """Of what the linears of a group read."""
-    statistics = None
-    for batch in states:
-        with fast_products(batch.device):
-            inputs = read(batch)
-            statistics = statistics or InputStatistics(inputs.shape[-1], inputs.device)
-            statistics.add(inputs)
-    assert statistics is not None
-    return statistics
 
 
 def _searches(options: MethodOptions) -> bool:

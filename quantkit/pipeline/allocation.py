@@ -1,4 +1,4 @@
-"""Automatic bits: which scheme every group of layers gets under `target_bits`, so that the model loses least."""
+"""Automatic bits: which scheme every stage of layers gets under `target_bits`, so that the model loses least."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantkit.passes.sensitivity import SensitivityPass
 from quantkit.pipeline.job import Job
 from quantkit.progress import Progress, silent
 
-Sizes = Mapping[IntegerFormat, int]  # bits that a group takes in all, by scheme
+Sizes = Mapping[IntegerFormat, int]  # bits that a stage takes in all, by scheme
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,15 @@ class Allocation:
 
 
 def choose_formats(job: Job, scratch: Path, on_step: Progress = silent) -> Allocation:
-    """Measures every group of layers once, then spends the recipe's `target_bits` where they matter most."""
+    """Measures every stage of layers once, then spends the recipe's `target_bits` where they matter most."""
     assert job.recipe.target_bits is not None
     assert job.tokens is not None
     formats = {module: _integer(fmt) for module, fmt in job.chosen.items()}
     shapes = {module: _shape(job, module) for module in formats}
     weights = sum(math.prod(shape) for shape in shapes.values())
-    groups = [group for group in job.family.linear_groups(job.source.config) if group[0] in formats]
-    sizes = [_sizes(formats[group[0]], [shapes[module] for module in group]) for group in groups]
+    by_layer = job.family.linears_by_stage(job.source.config)
+    stages = [modules for layer in by_layer for modules in layer if modules[0] in formats]
+    sizes = [_sizes(formats[modules[0]], [shapes[module] for module in modules]) for modules in stages]
     _check_target(job.recipe.target_bits, weights, sizes)
     work = SensitivityPass(job.source, job.family, formats, job.options, job.device, scratch)
     measured = work.run(job.tokens, job.recipe.target_bits, on_step)

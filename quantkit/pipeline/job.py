@@ -61,12 +61,8 @@ class Job:
     @property
     def blocks(self) -> list[list[str]]:
         """The linears of every block."""
-        groups = self.family.linear_groups(self.source.config)
-        each = len(self.family.groups)
-        return [
-            [module for group in groups[start : start + each] for module in group]
-            for start in range(0, len(groups), each)
-        ]
+        by_layer = self.family.linears_by_stage(self.source.config)
+        return [[module for modules in stages for module in modules] for stages in by_layer]
 
     def disk_bytes(self) -> int:
         """What the run needs at its largest: the output, and until it is complete the journal beside it."""

@@ -63,7 +63,7 @@ def _last_hidden(runner: BlockRunner, windows: Tensor) -> Tensor:
     """The hidden states behind the last block."""
     hidden = runner.embed(windows).to(runner.device)
     for layer, arguments in enumerate(runner.arguments(windows.shape[1])):
-        halves = runner.load(layer, arguments)
-        hidden = torch.cat([run_block(halves, part) for part in hidden.split(1)])
+        parts = runner.load(layer, arguments)
+        hidden = torch.cat([run_block(parts, window) for window in hidden.split(1)])
         runner.free(layer)
     return hidden

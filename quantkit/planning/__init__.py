@@ -27,6 +27,7 @@ from quantkit.planning.sizes import layer_bytes, layer_shapes, schemes_of
 from quantkit.planning.text import describe
 from quantkit.recipe import Recipe
 from quantkit.reference import check_device
+from quantkit.stages import Stage
 from quantkit.wording import human_bytes, model_name
 
 __all__ = ["QuantizePlan", "describe", "layer_bytes", "make_plan"]
@@ -56,6 +57,7 @@ def make_plan(
     written = _output_facts(source, chosen, kept, schemes_of(chosen, shapes, recipe.target_bits), recipe.target_bits)
     work = Work(
         blocks=_groups_by_block(family, source, plan, shapes),
+        hidden=int(source.config["hidden_size"]),
         heads=int(source.config["num_attention_heads"]),
         eager=family.attn_logit_softcapping is not None,
         dtype=source.dtype,
@@ -107,14 +109,21 @@ def _output_facts(
 def _groups_by_block(
     family: Family, source: Checkpoint, plan: Mapping[str, Format | None], shapes: Mapping[str, Shape]
 ) -> tuple[tuple[GroupWork, ...], ...]:
-    """The groups of every block as sizes; layers of one group share their scheme."""
+    """The stages of every block as sizes; all experts of a stage are alike."""
     return tuple(
-        tuple(
-            GroupWork(shapes[group[0]][1], tuple(shapes[module][0] for module in group), plan[group[0]])
-            for group in family.groups_of(layer)
-        )
+        tuple(_group_work(family, layer, stage, plan, shapes) for stage in family.stages(layer, source.config))
         for layer in range(int(source.config["num_hidden_layers"]))
     )
+
+
+def _group_work(
+    family: Family, layer: int, stage: Stage, plan: Mapping[str, Format | None], shapes: Mapping[str, Shape]
+) -> GroupWork:
+    group = family.modules(layer, stage.by_expert[0])  # layers of a stage share their scheme
+    work = GroupWork(shapes[group[0]][1], tuple(shapes[module][0] for module in group), plan[group[0]])
+    if stage.experts is None:
+        return work
+    return replace(work, experts=stage.experts.count, per_token=stage.experts.per_token)
 
 
 def _needs(work: Work, written: OutputFacts, output: str | Path | None) -> Needs:

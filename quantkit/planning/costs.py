@@ -30,15 +30,18 @@ DISK_RATE = 500e6  # bytes a second: an ordinary SSD
 COPIES = 4  # float32 copies of H and of the stacked weights that a method works on at once
 SLACK = 1.1  # what the allocator holds beyond that: measured 0.96 to 1.2 of the sum on models of 15 and 30 M weights
 MEASURED_SECONDS = 0.03  # for each of up to seven things
+EXPERT_RUNS = 3  # of a body with experts: for the inputs of gate and up, for those of down, and for what comes after
 
 
 @dataclass(frozen=True)
 class GroupWork:
-    """The linears of one block that share an input."""
+    """The linears of one block that share an input: a stage, or one of the experts of a stage."""
 
     inputs: int
     layers: tuple[int, ...]  # outputs of each
     fmt: Format | None  # None: kept as they are
+    experts: int = 1  # all alike
+    per_token: int = 1  # experts that a token goes through
 
     @property
     def outputs(self) -> int:
@@ -48,12 +51,23 @@ class GroupWork:
     def weights(self) -> int:
         return self.inputs * self.outputs
 
+    @property
+    def share(self) -> float:
+        """Of all tokens, that reach one expert: about."""
+        return self.per_token / self.experts
+
+    @property
+    def forward_weights(self) -> int:
+        """That a token meets in the whole run."""
+        return self.weights * self.per_token * (1 if self.experts == 1 else EXPERT_RUNS)
+
 
 @dataclass(frozen=True)
 class Work:
     """A run as sizes."""
 
     blocks: tuple[tuple[GroupWork, ...], ...]
+    hidden: int  # size of the hidden states
     heads: int
     eager: bool  # attention is computed in full
     dtype: str  # of the model
@@ -74,18 +88,22 @@ class Work:
         return torch.float32 if self.device == "cpu" else DTYPES[self.dtype]
 
     @property
+    def groups(self) -> list[GroupWork]:
+        return [group for block in self.blocks for group in block]
+
+    @property
     def quantized(self) -> list[GroupWork]:
-        return [group for block in self.blocks for group in block if group.fmt is not None]
+        return [group for group in self.groups if group.fmt is not None]
 
     @property
     def block_weights(self) -> int:
         """Of the largest block."""
-        return max(sum(group.weights for group in block) for block in self.blocks)
+        return max(sum(group.experts * group.weights for group in block) for block in self.blocks)
 
     @property
     def hidden_bytes(self) -> int:
         """The hidden states of all calibration tokens."""
-        return self.tokens * self.blocks[0][0].inputs * self.compute_dtype.itemsize
+        return self.tokens * self.hidden * self.compute_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -119,26 +137,31 @@ def _calibrated_bytes(work: Work) -> int:
     """One block, the method at work on its largest group, and the activations of one batch."""
     itemsize = work.compute_dtype.itemsize
     block = work.block_weights * (itemsize + 1)  # the weights, and a byte for each one's code until it is packed
-    matrices = 4 * COPIES if needs_hessian(work.options) else 0
-    statistics = max(matrices * group.inputs**2 + 4 * SAMPLE * group.inputs for group in work.quantized)
+    statistics = max(_statistics_bytes(work, group) for group in work.quantized)
     method = max(4 * COPIES * group.weights for group in work.quantized)
     return int(SLACK * (block + statistics + method + _batch_bytes(work) + _inner_bytes(work)))
 
 
+def _statistics_bytes(work: Work, group: GroupWork) -> int:
+    """Every expert has statistics of its own; the method makes copies of one at a time."""
+    matrices = COPIES + group.experts - 1 if needs_hessian(work.options) else 0
+    sampled = min(SAMPLE * group.experts, max(SAMPLE, work.tokens * group.per_token))
+    return 4 * matrices * group.inputs**2 + 4 * sampled * group.inputs
+
+
 def _batch_bytes(work: Work) -> int:
-    """What one batch leaves in memory on its way through a half of a block."""
+    """What one batch leaves in memory on its way through a residual part of a block."""
     sequences = max(1, BATCH_TOKENS // work.seq_len)
-    widest = max(group.inputs for group in work.blocks[0])
-    narrow = work.blocks[0][0].inputs
-    linear = 4 * sequences * work.seq_len * (widest + narrow) * work.compute_dtype.itemsize
+    widest = max(group.inputs * group.per_token for group in work.groups)
+    linear = 4 * sequences * work.seq_len * (widest + work.hidden) * work.compute_dtype.itemsize
     scores = 3 * 4 * sequences * work.heads * work.seq_len**2 if work.eager else 0
     return linear + scores
 
 
 def _inner_bytes(work: Work) -> int:
-    """What lies before the last linear of a half, kept for all tokens where that is not too much."""
+    """The inputs of a part's last linear, kept for all tokens where that is not too much; never those of experts."""
     itemsize = work.compute_dtype.itemsize
-    sizes = [work.tokens * group.inputs * itemsize for group in work.blocks[0]]
+    sizes = [work.tokens * group.inputs * itemsize for group in work.groups if group.experts == 1]
     return max((size for size in sizes if size <= KEPT_INNER_BYTES), default=0)
 
 
@@ -158,11 +181,11 @@ def estimated_seconds(work: Work) -> float:
     """About how long a run takes: computing, storing, reading and writing."""
     speed = _measure(work)
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
-    total += sum(group.weights for group in work.quantized) * speed.storing_seconds
+    total += sum(group.experts * group.weights for group in work.quantized) * speed.storing_seconds
     if work.samples:
-        forward = sum(2 * work.tokens * group.weights for block in work.blocks for group in block)
+        forward = sum(2 * work.tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
-    return total + sum(_group_seconds(work, group, speed) for group in work.quantized)
+    return total + sum(group.experts * _group_seconds(work, group, speed) for group in work.quantized)
 
 
 def _group_seconds(work: Work, group: GroupWork, speed: Speed) -> float:
@@ -173,7 +196,7 @@ def _group_seconds(work: Work, group: GroupWork, speed: Speed) -> float:
     by_hessian = 2 * group.outputs * group.inputs**2 / speed.float32_flops
     total = rounding
     if needs_hessian(work.options):
-        total += 2 * work.tokens * group.inputs**2 / speed.product_flops
+        total += 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
         total += 3 * by_hessian  # losses, as the log has them
     if scales_inputs(work.options):
         total += _search_seconds(work.options, group, rounding, by_hessian, speed)

@@ -27,6 +27,7 @@ from quantkit.formats import Format, build, dialect_of
 from quantkit.recipe.file import Contents, read_recipe
 
 BUNDLED = Path(__file__).parents[1] / "recipes"
+_NAMED = 4  # layers in a message, before only some of them are
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Recipe(Contents):
         for rule in rules:
             self._check_used(rule, modules, family.tied(config))
         chosen = {module: next(rule for rule in rules if rule.matches(module)) for module in modules}
-        for group in family.linear_groups(config):
-            self._check_fused([(member, chosen[member]) for member in group])
+        for fused in (fused for layer in family.linears_by_stage(config) for fused in layer):
+            self._check_fused([(member, chosen[member]) for member in fused])
         plan = {module: rule.fmt for module, rule in chosen.items()}
         self._check_storable(plan)
         return plan
@@ -110,6 +111,9 @@ class Recipe(Contents):
     def _check_fused(self, members: list[tuple[str, _Rule]]) -> None:
         if len({rule.fmt for _, rule in members}) == 1:
             return
+        if len(members) > _NAMED:  # of many experts, the first that has each scheme
+            schemes_of = [rule.fmt for _, rule in members]
+            members = [member for place, member in enumerate(members) if member[1].fmt not in schemes_of[:place]]
         schemes = ", ".join(f"{module} would be {rule}" for module, rule in members)
         raise InputError(
             f"recipe '{self.name}': {schemes}; the runtime and other engines run these layers as one matrix, so they "

@@ -64,13 +64,11 @@ class _Rounded(Checkpoint):
     def nbytes(self, config: ModelConfig) -> int:
         """Of the layers that exist twice."""
         total = 0
-        for layer in range(config.layers):
-            for names, outputs, inputs in zip(
-                config.family.groups, config.group_outputs, config.group_inputs, strict=True
-            ):
-                for name, rows in zip(names, outputs, strict=True):
-                    fmt = self.formats.get(f"{config.family.blocks}.{layer}.{name}")
-                    parts = {} if fmt is None else fmt.parts((rows, inputs))
+        for layer, stages in enumerate(config.stages):
+            for stage in stages:
+                for module, rows in zip(config.family.modules(layer, stage), config.outputs(stage), strict=True):
+                    fmt = self.formats.get(module)
+                    parts = {} if fmt is None else fmt.parts((rows, config.inputs(stage)))
                     total += sum(
                         part.dtype.itemsize * torch.Size(part.shape).numel()
                         for part in parts.values()

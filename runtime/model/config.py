@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from quantkit.arch import Config, Family, family_of
 from quantkit.errors import InputError
+from quantkit.stages import Stage
 
+ROLES = ("qkv", "output", "gate_up", "down")  # of the stages of a layer that the decoder runs
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 
 
@@ -23,6 +25,7 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     windows: tuple[int | None, ...]  # of every layer: how many tokens it sees; None: all
+    stages: tuple[tuple[Stage, ...], ...]  # of every layer, in the order of `ROLES`
     activation: str
     norm_eps: float
     attention_scale: float
@@ -41,17 +44,16 @@ class ModelConfig:
         """Whether norms multiply by 1 + weight."""
         return self.family.norm_offset == 1.0
 
-    @property
-    def group_outputs(self) -> tuple[tuple[int, ...], ...]:
-        """Outputs of the linears in every group of a block, in the order of `Family.groups`."""
-        qkv = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
-        gate_up = (self.intermediate, self.intermediate)
-        fused = len(self.family.groups[0]) == 1
-        return ((sum(qkv),) if fused else qkv, (self.hidden,), (sum(gate_up),) if fused else gate_up, (self.hidden,))
+    def outputs(self, stage: Stage) -> tuple[int, ...]:
+        """Of each linear of a stage; a fused one has those of all."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = {"qkv": (queries, keys, keys), "gate_up": (self.intermediate, self.intermediate)}
+        outputs = sizes.get(stage.role, (self.hidden,))
+        return outputs if len(outputs) == len(stage.linears) else (sum(outputs),)
 
-    @property
-    def group_inputs(self) -> tuple[int, ...]:
-        return self.hidden, self.heads * self.head_dim, self.hidden, self.intermediate
+    def inputs(self, stage: Stage) -> int:
+        """That the linears of a stage read."""
+        return {"output": self.heads * self.head_dim, "down": self.intermediate}.get(stage.role, self.hidden)
 
 
 def read_model_config(config: Config, generation: Config | None = None) -> ModelConfig:
@@ -72,6 +74,7 @@ def read_model_config(config: Config, generation: Config | None = None) -> Model
         head_dim=head_dim,
         max_positions=_whole(config, "max_position_embeddings"),
         windows=tuple(family.window(config, layer) for layer in range(layers)),
+        stages=tuple(_stages(family, layer, config) for layer in range(layers)),
         activation=_activation(config, family),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         attention_scale=(scalar if family.query_pre_attn_scalar else head_dim) ** -0.5,
@@ -81,6 +84,18 @@ def read_model_config(config: Config, generation: Config | None = None) -> Model
         tied=family.tied(config),
         eos=_end_tokens(config, generation or {}),
     )
+
+
+def _stages(family: Family, layer: int, config: Config) -> tuple[Stage, ...]:
+    """Refuses a layer that the decoder cannot run."""
+    stages = family.stages(layer, config)
+    if tuple(stage.role for stage in stages) != ROLES or any(stage.experts for stage in stages):
+        found = ", ".join(f"{stage.role} (experts)" if stage.experts else stage.role for stage in stages)
+        raise InputError(
+            f"model_type '{family.model_type}' cannot be run: layer {layer} consists of {found}, and the runtime runs "
+            f"layers of {', '.join(ROLES)} only; use another engine"
+        )
+    return stages
 
 
 def _whole(config: Config, key: str) -> int:

@@ -70,7 +70,13 @@ class _Reader:
         require_finite(name, place)
 
     def linear(
-        self, names: Sequence[str], outputs: Sequence[int], inputs: int, share: GroupShare | None = None
+        self,
+        names: Sequence[str],
+        outputs: Sequence[int],
+        inputs: int,
+        share: GroupShare | None = None,
+        *,
+        biased: bool = False,
     ) -> Linear:
         """Layers that read one input, by full module names and whole sizes; a share of them where one is given."""
         if share is None:
@@ -84,7 +90,7 @@ class _Reader:
             loaded = [weight for module in modules for weight in self._weights(*module, inputs, whole=share is None)]
             joined = None if any(isinstance(weight, Tensor) for weight in loaded) else join(loaded)  # type: ignore[arg-type]
             weights = tuple(loaded) if joined is None else (joined,)
-        bias = self._bias(modules) if share is None or share.adds_bias else None
+        bias = self._bias(modules) if biased and (share is None or share.adds_bias) else None
         return Linear(weights, bias, gathered=share is not None and share.gathered)
 
     def _plain(self, modules: Sequence[tuple[str, int, Share]], inputs: int) -> Tensor:
@@ -129,17 +135,9 @@ class _Reader:
             try_layer(name, fmt, quantized, weight, self.dtype, self.device)
         return weight
 
-    def _bias(self, modules: Sequence[tuple[str, int, Share]]) -> Tensor | None:
-        biased = set(self.config.family.biased(self.checkpoint.config))
-        if not any(_inside(name) in biased for name, _, _ in modules):
-            return None
+    def _bias(self, modules: Sequence[tuple[str, int, Share]]) -> Tensor:
         whole = [(self.tensor(f"{name}.bias", (size,)), share) for name, size, share in modules]
         return torch.cat([bias[section] for bias, share in whole for section in share.outputs])
-
-
-def _inside(name: str) -> str:
-    """`self_attn.q_proj` of `model.layers.7.self_attn.q_proj`."""
-    return name.split(".", 3)[-1]
 
 
 def try_layer(
@@ -207,26 +205,34 @@ def load_blocks(
 
 
 def _block(reader: _Reader, layer: int, ranks: Ranks) -> Block:
-    config, prefix = reader.config, f"{reader.config.family.blocks}.{layer}"
-    shares: Sequence[GroupShare | None] = (None, None, None, None)
-    if ranks.tensor > 1:
-        shares = share_of_block(reader.checkpoint, config, ranks, layer)
-    groups = config.family.groups_of(layer)
-    linears = list(map(reader.linear, groups, config.group_outputs, config.group_inputs, shares))
+    config, family = reader.config, reader.config.family
+    shares = share_of_block(reader.checkpoint, config, ranks, layer) if ranks.tensor > 1 else {}
+    biased = family.biased(layer, reader.checkpoint.config)
+    stages = {stage.role: stage for stage in config.stages[layer]}
+    linears = {
+        role: reader.linear(
+            family.modules(layer, stage),
+            config.outputs(stage),
+            config.inputs(stage),
+            shares.get(role),
+            biased=stage.linears[0] in biased,
+        )
+        for role, stage in stages.items()
+    }
 
     def norm(name: str, size: int = config.hidden) -> Tensor:
-        return reader.tensor(f"{prefix}.{name}.weight", (size,))
+        return reader.tensor(f"{family.blocks}.{layer}.{name}.weight", (size,))
 
-    sandwich = config.family.norm == "sandwich"
+    attention, mlp = stages["qkv"].part, stages["gate_up"].part
     return Block(
-        before_attention=norm("input_layernorm"),
-        qkv=linears[0],
-        q_norm=norm("self_attn.q_norm", config.head_dim) if config.family.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", config.head_dim) if config.family.qk_norm else None,
-        output=linears[1],
-        after_attention=norm("post_attention_layernorm") if sandwich else None,
-        before_mlp=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
-        gate_up=linears[2],
-        down=linears[3],
-        after_mlp=norm("post_feedforward_layernorm") if sandwich else None,
+        before_attention=norm(attention.norm),
+        qkv=linears["qkv"],
+        q_norm=norm("self_attn.q_norm", config.head_dim) if family.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", config.head_dim) if family.qk_norm else None,
+        output=linears["output"],
+        after_attention=None if attention.post_norm is None else norm(attention.post_norm),
+        before_mlp=norm(mlp.norm),
+        gate_up=linears["gate_up"],
+        down=linears["down"],
+        after_mlp=None if mlp.post_norm is None else norm(mlp.post_norm),
     )

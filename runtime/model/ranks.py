@@ -91,6 +91,7 @@ def local_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
         kv_heads=max(1, config.kv_heads // ranks.tensor),
         intermediate=config.intermediate // ranks.tensor,
         windows=tuple(config.windows[layer] for layer in ranks.blocks(config.layers)),
+        stages=tuple(config.stages[layer] for layer in ranks.blocks(config.layers)),
     )
 
 
@@ -128,12 +129,12 @@ def _problems(config: ModelConfig, checkpoint: Checkpoint | None, tensor: int) -
         yield f"hidden states have {config.hidden} channels"
     if checkpoint is None:
         return
-    for layer in range(config.layers):
-        _, output, _, down = config.family.groups_of(layer)
-        yield from _layer_problems(
-            checkpoint, output[0], config.heads * config.head_dim, tensor, act_order_gathers=True
-        )
-        yield from _layer_problems(checkpoint, down[0], config.intermediate, tensor, act_order_gathers=False)
+    for layer, stages in enumerate(config.stages):
+        for stage in stages:
+            if stage.role in ("output", "down"):
+                (name,) = config.family.modules(layer, stage)
+                gathers = stage.role == "output"
+                yield from _layer_problems(checkpoint, name, config.inputs(stage), tensor, act_order_gathers=gathers)
 
 
 def _layer_problems(

@@ -58,7 +58,7 @@ def rope_settings(raw: Config, config: ModelConfig, kind: str = _FULL) -> dict[s
     settings: dict[str, Any] = {"rope_theta": theta, **(scaling or given)}
     settings.setdefault("rope_type", settings.get("type", "default"))
     settings.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if config.family.model_type == "phi3" and settings["rope_type"] in ("su", "yarn"):  # older names of the same
+    if settings["rope_type"] in config.family.longrope_aliases:
         settings["rope_type"] = "longrope"
     if settings["rope_type"] in ("llama3", "yarn", "longrope"):
         original = raw.get("original_max_position_embeddings")

@@ -40,18 +40,19 @@ class GroupShare:
     adds_bias: bool = True  # a bias is added to a sum once
 
 
-def share_of_block(checkpoint: Checkpoint, config: ModelConfig, ranks: Ranks, layer: int) -> tuple[GroupShare, ...]:
-    """The shares of a block's four groups, in the order of `Family.groups`."""
-    qkv, output, gate_up, down = config.family.groups_of(layer)
+def share_of_block(checkpoint: Checkpoint, config: ModelConfig, ranks: Ranks, layer: int) -> dict[str, GroupShare]:
+    """The share of every stage of a block, by its role."""
+    names = {stage.role: config.family.modules(layer, stage) for stage in config.stages[layer]}
+    (output,), (down,) = names["output"], names["down"]
     sizes = tuple(heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads))
     queries, keys = (_rows_of(heads, config) for heads in (ranks.share(config.heads), ranks.kv_heads(config.kv_heads)))
-    channels = _channels(checkpoint, config, ranks, gate_up, down[0])
-    return (
-        _cut_by_outputs(qkv, (queries, keys, keys), sizes, config),
-        _cut_by_inputs(checkpoint, config, ranks, output[0], queries, sizes[0]),
-        _cut_by_outputs(gate_up, (channels, channels), (config.intermediate,) * 2, config),
-        _cut_by_inputs(checkpoint, config, ranks, down[0], channels, config.intermediate),
-    )
+    channels = _channels(checkpoint, config, ranks, names["gate_up"], down)
+    return {
+        "qkv": _cut_by_outputs(names["qkv"], (queries, keys, keys), sizes, config),
+        "output": _cut_by_inputs(checkpoint, config, ranks, output, queries, sizes[0]),
+        "gate_up": _cut_by_outputs(names["gate_up"], (channels, channels), (config.intermediate,) * 2, config),
+        "down": _cut_by_inputs(checkpoint, config, ranks, down, channels, config.intermediate),
+    }
 
 
 def _rows_of(heads: slice, config: ModelConfig) -> slice:

@@ -31,10 +31,10 @@ def _share(name: str, config: ModelConfig, ranks: Ranks, shares: dict[str, float
     """Of one tensor, that a rank holds."""
     prefix = f"{config.family.blocks}."
     if name.startswith(prefix):
-        layer, _, inside = name.removeprefix(prefix).partition(".")
-        if int(layer) not in ranks.blocks(config.layers):
+        layer = int(name.removeprefix(prefix).partition(".")[0])
+        if layer not in ranks.blocks(config.layers):
             return 0.0
-        return shares.get(inside.rpartition(".")[0], 1.0)  # norms are everywhere
+        return shares.get(name.rpartition(".")[0], 1.0)  # norms are everywhere
     if name.startswith("model.norm."):
         return float(ranks.last_stage)
     rows = ranks.vocabulary(config.vocab)  # of embedding and head
@@ -42,12 +42,14 @@ def _share(name: str, config: ModelConfig, ranks: Ranks, shares: dict[str, float
 
 
 def _linear_shares(config: ModelConfig, ranks: Ranks) -> dict[str, float]:
-    """Of every linear layer of a block. Key and value heads that ranks hold together count for each of them."""
+    """Of every linear layer. Key and value heads that ranks hold together count for each of them."""
     local = local_config(config, ranks)
     found = {}
-    for number, names in enumerate(config.family.groups):
-        for name, part, whole in zip(names, local.group_outputs[number], config.group_outputs[number], strict=True):
-            found[name] = part / whole if number % 2 == 0 else 1 / ranks.tensor
+    for layer, stages in enumerate(config.stages):
+        for stage in stages:
+            sizes = zip(config.family.modules(layer, stage), local.outputs(stage), config.outputs(stage), strict=True)
+            for module, part, whole in sizes:
+                found[module] = part / whole if stage.role in ("qkv", "gate_up") else 1 / ranks.tensor
     return found
 
 

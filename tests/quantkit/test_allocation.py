@@ -93,8 +93,8 @@ def test_sizes_are_exact_and_within_the_target(allocation: Allocation) -> None:
 def test_fused_layers_share_a_scheme(allocation: Allocation) -> None:
     job = job_for()
     assert list(allocation.formats) == list(job.plan)
-    for group in job.family.linear_groups(job.source.config):
-        assert len({allocation.formats[module] for module in group}) == 1
+    for modules in (modules for layer in job.family.linears_by_stage(job.source.config) for modules in layer):
+        assert len({allocation.formats[module] for module in modules}) == 1
     assert len(set(allocation.formats.values())) > 1
     assert all(isinstance(fmt, CtPacked) and fmt.sym for fmt in allocation.formats.values())
 

@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import nn
 
-from quantkit.arch import FAMILIES, Family, Fold, family_of
+from quantkit.arch import FAMILIES, Family, family_of
 from quantkit.errors import InputError
+from quantkit.stages import Stage
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -85,7 +86,7 @@ def test_linears_are_exactly_those_of_the_blocks(family: Family) -> None:
 
 
 @every_family
-def test_linears_come_in_forward_order_and_groups_share_their_input(family: Family) -> None:
+def test_linears_come_in_forward_order_and_stages_share_their_input(family: Family) -> None:
     model = model_of(family)
     config = file_of(family)
     seen: list[tuple[str, int]] = []
@@ -100,9 +101,10 @@ def test_linears_come_in_forward_order_and_groups_share_their_input(family: Fami
         hook.remove()
     assert [name for name, _ in seen] == family.linears(config)
     address = dict(seen)
-    for group in family.linear_groups(config):
-        assert len({address[name] for name in group}) == 1
-    assert family.linear_groups(config) == family.groups_of(0) + family.groups_of(1)
+    by_layer = family.linears_by_stage(config)
+    assert len(by_layer) == SIZES["num_hidden_layers"]
+    for modules in (modules for layer in by_layer for modules in layer):
+        assert len({address[name] for name in modules}) == 1
 
 
 @every_family
@@ -113,7 +115,7 @@ def test_biases(family: Family, asked: bool) -> None:
     biased = {
         name for name, module in block.named_modules() if isinstance(module, nn.Linear) and module.bias is not None
     }
-    assert set(family.biased(file_of(family, **changes))) == biased
+    assert set(family.biased(0, file_of(family, **changes))) == biased
 
 
 @every_family
@@ -121,9 +123,8 @@ def test_norms(family: Family) -> None:
     model = model_of(family)
     block = blocks_of(model, family)[0]
     norms = {name for name, _ in block.named_modules() if "norm" in name}
-    expected = {"input_layernorm", "post_attention_layernorm"}
-    if family.norm == "sandwich":
-        expected |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    parts = {stage.part for stage in family.stages(0, file_of(family))}
+    expected = {norm for part in parts for norm in (part.norm, part.post_norm) if norm}
     if family.qk_norm:
         expected |= {"self_attn.q_norm", "self_attn.k_norm"}
         assert block.self_attn.q_norm.weight.numel() == family.size_of_head(file_of(family))
@@ -222,11 +223,12 @@ def test_rope(family: Family) -> None:
     assert by_type == (family.rope == "per-layer-type")
 
 
-def fold_in(model: Any, family: Family, fold: Fold, config: dict[str, Any]) -> None:
-    """Moves random input scales of a group into its producer, as AWQ does."""
-    block = blocks_of(model, family)[1]
-    producer = block.get_submodule(fold.producer)
-    scales = torch.rand(family.folded_outputs(fold, config)) + 0.5
+def fold_in(model: Any, family: Family, stage: Stage, config: dict[str, Any]) -> None:
+    """Moves random input scales of a stage into its producer, as AWQ does."""
+    block, fold = blocks_of(model, family)[1], stage.fold
+    assert fold is not None
+    producer, columns = block.get_submodule(fold.producer), block.get_submodule(stage.linears[0]).in_features
+    scales = torch.rand(family.folded_outputs(fold, columns, config)) + 0.5
     if fold.kind == "norm":
         assert producer.weight.shape == scales.shape
         producer.weight.data = (producer.weight.data + family.norm_offset) / scales - family.norm_offset
@@ -237,21 +239,20 @@ def fold_in(model: Any, family: Family, fold: Fold, config: dict[str, Any]) -> N
     if fold.kind == "value":
         sharing = config["num_attention_heads"] // config["num_key_value_heads"]
         scales = scales.view(-1, 1, family.size_of_head(config)).expand(-1, sharing, -1).flatten()
-    for name in fold.consumers:
+    for name in stage.linears:
         consumer = block.get_submodule(name)
         assert consumer.in_features == len(scales)
         consumer.weight.data *= scales
 
 
 @every_family
-def test_folds_cover_every_group_and_leave_the_model_unchanged(family: Family) -> None:
-    assert {fold.consumers for fold in family.folds} == set(family.groups)
+def test_folds_cover_every_stage_and_leave_the_model_unchanged(family: Family) -> None:
     biases = {"attention_bias": True, "mlp_bias": True}
     config = file_of(family, **biases)
     before = model_of(family, **biases)(TOKENS).logits
-    for fold in family.folds:
+    for stage in family.stages(1, config):
         model = copy.deepcopy(model_of(family, **biases))
-        fold_in(model, family, fold, config)
+        fold_in(model, family, stage, config)
         torch.testing.assert_close(model(TOKENS).logits, before, rtol=1e-4, atol=1e-4)
 
 

@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "host_memory": set(),
     "strict_yaml": set(),
     "formats": {"errors"},
-    "arch": {"errors"},
+    "stages": set(),
+    "arch": {"errors", "stages"},
     "sources": {"errors"},
     "bundled": set(),
     "methods": {"errors", "formats", "kernels"},
@@ -34,8 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "calibration": {"bundled"},
     "divergence": set(),
     "served": {"checkpoint"},
-    "blocks": {"arch", "checkpoint", "formats", "host_memory", "served"},
-    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods"},
+    "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "stages"},
+    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"},
     "reference": {"errors", "formats", "checkpoint", "served", "sources"},
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
@@ -44,7 +45,7 @@ ALLOWED["pipeline"] |= {"storage", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
-ALLOWED["planning"] |= {"blocks", "passes", "recipe", "reference", "wording"}
+ALLOWED["planning"] |= {"blocks", "passes", "recipe", "reference", "stages", "wording"}
 ALLOWED["runtime"] = {
     "errors",
     "formats",
@@ -54,6 +55,7 @@ ALLOWED["runtime"] = {
     "kernels",
     "recipe",
     "sources",
+    "stages",
     "storage",
     "strict_yaml",
     "wording",

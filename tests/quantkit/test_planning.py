@@ -15,7 +15,7 @@ from quantkit.formats import CtPacked, Gptq, Nf4
 from quantkit.inspection import inspect_checkpoint
 from quantkit.methods.options import GptqOptions, RtnOptions
 from quantkit.planning import QuantizePlan, describe, layer_bytes, make_plan
-from quantkit.planning.costs import GroupWork, Work, peak_memory
+from quantkit.planning.costs import EXPERT_RUNS, GroupWork, Work, peak_memory
 from quantkit.recipe import list_recipes, load_recipe
 
 DATA_FREE = [recipe.name for recipe in list_recipes() if not recipe.needs_data]
@@ -109,6 +109,7 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     block = tuple(GroupWork(inputs, layers, fmt) for inputs, layers in sizes)
     work = Work(
         blocks=(block,) * 80,
+        hidden=8192,
         heads=64,
         eager=False,
         dtype="bfloat16",
@@ -126,6 +127,33 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     largest_hessian = 4 * 28672**2
     assert block_bytes + 3 * largest_hessian < one.ram < 40e9
     assert peak_memory(replace(work, options=RtnOptions(), samples=0)).ram < 6e9
+
+
+def test_experts_count_in_whichever_block_they_stand() -> None:
+    """All weights of a block and the statistics of all experts at once, but the method works on one expert only."""
+    fmt = Gptq()
+    dense = (GroupWork(256, (512, 512), fmt), GroupWork(512, (256,), fmt))
+    experts = tuple(replace(group, experts=64, per_token=2) for group in dense)
+    work = Work(
+        blocks=(dense, dense),
+        hidden=256,
+        heads=4,
+        eager=False,
+        dtype="bfloat16",
+        source_bytes=10**6,
+        output_bytes=10**6,
+        shard_bytes=10**6,
+        options=GptqOptions(),
+        samples=16,
+        seq_len=128,
+        device="cpu",
+    )
+    first, last = (peak_memory(replace(work, blocks=blocks)) for blocks in ((experts, dense), (dense, experts)))
+    assert first == last
+    more = 63 * (5 * sum(group.weights for group in dense) + 4 * 512**2)
+    assert 1.0 < (first.ram - peak_memory(work).ram) / more < 1.4
+    assert experts[0].forward_weights == 2 * EXPERT_RUNS * dense[0].forward_weights
+    assert experts[0].share == 2 / 64
 
 
 def test_attention_computed_in_full_costs_its_scores(tmp_path: Path) -> None:

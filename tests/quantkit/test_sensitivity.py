@@ -64,7 +64,8 @@ def test_streams_equal_a_whole_model_with_one_group_rounded(
     model = small_model(FAMILIES[name], tmp_path)
     tokens = torch.randint(1, 96, (4 * SCORED, 24))
     found = sensitivities(tmp_path, tmp_path, tokens, RtnOptions())
-    assert [each.modules for each in found] == FAMILIES[name].linear_groups(SIZES)
+    stages = [modules for layer in FAMILIES[name].linears_by_stage(SIZES) for modules in layer]
+    assert [each.modules for each in found] == stages
     with torch.no_grad():
         base = model(tokens[:SCORED]).logits.flatten(0, 1)
         for each in found:

@@ -17,6 +17,8 @@ from quantkit.methods import MethodOptions
 from quantkit.methods.options import AwqOptions, GptqOptions, RtnOptions, SmoothQuantOptions
 from quantkit.passes import CalibratedPass, QuantizedBlock, calibrated
 
+STAGES = LLAMA.stages(0, {})
+LINEARS = [stage.linears for stage in STAGES]
 KEPT = ("qkv", "o", "gate up", "down", "qkv gate up")
 LAYERS = 3
 LENGTH = 48  # tokens of a calibration sequence
@@ -151,14 +153,14 @@ def test_eight_bits_leave_the_model_as_it_was(make_case: Callable[..., Case], fa
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
-@pytest.mark.parametrize("kept", [*LLAMA.groups, LLAMA.groups[0] + LLAMA.groups[2]], ids=KEPT)
+@pytest.mark.parametrize("kept", [*LINEARS, LINEARS[0] + LINEARS[2]], ids=KEPT)
 def test_some_layers_are_kept(case: Case, name: str, kept: tuple[str, ...]) -> None:
     """A kept value layer takes the scales of the output layer as it is, and so does a kept up layer."""
     blocks = list(case.begin(METHODS[name][0], EIGHT_BITS, kept).blocks(ignore))
     found = [layer.module for block in blocks for layer in block.layers]
     assert found == [module for module in case.family.linears(case.source.config) if not module.endswith(kept)]
     changed = {name.split(".", 3)[3].removesuffix(".weight") for block in blocks for name in block.changed}
-    folds = [fold for fold in LLAMA.folds if not set(fold.consumers) & set(kept)]
+    folds = [stage.fold for stage in STAGES if stage.fold and not set(stage.linears) & set(kept)]
     plain = {fold.producer for fold in folds if fold.kind == "norm" or fold.producer in kept}
     assert changed == (plain if name == "awq" else set())
     assert change_of_logits(case, blocks) < 0.05
@@ -232,11 +234,12 @@ def test_llm_int8_lists_outlier_columns(make_case: Callable[..., Case]) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "smoothquant", "gptq with scales"])
 def test_families_without_folds_are_refused(case: Case, name: str) -> None:
+    without_folds = replace(LLAMA, layout=tuple(replace(stage, fold=None) for stage in STAGES))
     with pytest.raises(InputError) as error:
-        replace(case, family=replace(LLAMA, folds=())).begin(*METHODS[name])
+        replace(case, family=without_folds).begin(*METHODS[name])
     assert "'llama'" in str(error.value)
     assert "\n" not in str(error.value)
-    replace(case, family=replace(LLAMA, folds=())).begin(*METHODS["gptq"])
+    replace(case, family=without_folds).begin(*METHODS["gptq"])
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "gptq with scales", "smoothquant"])

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantkit.arch import FAMILIES, LLAMA, QWEN3, Family, Fold, Group
-from quantkit.blocks import Half, halves_of
+from quantkit.arch import FAMILIES, LLAMA, QWEN3, Family
+from quantkit.blocks import BlockPart, parts_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import CtPacked, IntegerWeight
 from quantkit.methods.options import AwqOptions
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
 from quantkit.passes.group import BlockQuantizer
+from quantkit.stages import Stage
 
 TOKENS = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(5))
 FORMAT = CtPacked(bits=3, group_size=32, dtype="float32")
@@ -51,15 +52,15 @@ def nothing_seen(inputs: int) -> InputStatistics:
     return found
 
 
-def width(half: Half, names: Group) -> int:
-    return int(half.block.get_parameter(f"{names[0]}.weight").shape[1])
+def width(part: BlockPart, stage: Stage) -> int:
+    return int(part.block.get_parameter(f"{stage.names[0]}.weight").shape[1])
 
 
 @torch.no_grad()
-def scale(work: BlockQuantizer, half: Half, names: Group, seed: int) -> None:
+def scale(work: BlockQuantizer, part: BlockPart, stage: Stage, seed: int) -> None:
     """What `BlockQuantizer.quantize` does before it rounds."""
-    linears = [half.block.get_submodule(name) for name in names]
-    divisor, notes = work._scale(half.block, names, linears, FORMAT, statistics(width(half, names), seed))
+    linears = [part.block.get_submodule(name) for name in stage.names]
+    divisor, notes = work._scale(part.block, stage, linears, FORMAT, statistics(width(part, stage), seed))
     assert divisor is not None, notes
     assert float(divisor.max() / divisor.min()) > 2
 
@@ -82,9 +83,10 @@ def test_scales_change_nothing(family: Family, changes: dict[str, Any], save_mod
     for layer, block in enumerate(model.get_submodule(family.blocks)):
         original = {name: tensor.clone() for name, tensor in block.state_dict().items()}
         work = quantizer(source, family, layer)
-        for half in halves_of(block, family, {}):
-            scale(work, half, half.first, seed=layer)
-            scale(work, half, (half.last,), seed=layer + 10)
+        for part in parts_of(block, family.stages(layer, source.config), {}):
+            first, last = part.stages
+            scale(work, part, first, seed=layer)
+            scale(work, part, last, seed=layer + 10)
         assert_reported(work, block, family, layer, original)
     assert_same(logits(model), before)
 
@@ -94,7 +96,7 @@ def assert_reported(
 ) -> None:
     """What changed and will not be written as a quantized layer is in the result, as it is in the block."""
     found = work.result(block).changed
-    consumers = {f"{name}.weight" for group in family.groups for name in group}
+    consumers = {f"{name}.weight" for stage in family.stages(layer, {}) for name in stage.linears}
     for name, tensor in block.state_dict().items():
         full = f"{family.blocks}.{layer}.{name}"
         if name not in consumers:
@@ -112,16 +114,17 @@ def test_rounded_layers_take_scales_too(
     source = Checkpoint(tmp_path)
     blocks = model.get_submodule(family.blocks)
     works = [quantizer(source, family, layer) for layer in range(len(blocks))]
-    both = [halves_of(block, family, {}) for block in blocks]
+    every = [parts_of(block, family.stages(0, source.config), {}) for block in blocks]
     with torch.no_grad():
-        for work, halves in zip(works, both, strict=True):
-            for half in halves:
-                assert work.quantize(half, half.first, nothing_seen(width(half, half.first))) is None
+        for work, parts in zip(works, every, strict=True):
+            for part in parts:
+                first = part.stages[0]
+                assert work.quantize(part.block, first, [nothing_seen(width(part, first))]) == [None]
     rounded = logits(model)
-    for layer, (work, halves) in enumerate(zip(works, both, strict=True)):
+    for layer, (work, parts) in enumerate(zip(works, every, strict=True)):
         codes = {layer.module: layer.quantized for layer in work.result(blocks[layer]).layers}
-        for half in halves:
-            scale(work, half, (half.last,), seed=layer)
+        for part in parts:
+            scale(work, part, part.stages[-1], seed=layer)
         assert_codes_kept(work, blocks[layer], codes)
     assert_same(logits(model), rounded)
 
@@ -206,7 +209,6 @@ def test_only_the_last_outputs_are_divided() -> None:
     assert torch.equal(linear.weight[5], (weight[5] / 4 / 3).bfloat16().float())
 
 
-def test_every_family_folds_every_group() -> None:
+def test_every_family_folds_every_stage() -> None:
     for family in FAMILIES.values():
-        folds: tuple[Fold, ...] = family.folds
-        assert sorted(fold.consumers for fold in folds) == sorted(family.groups)
+        assert all(stage.fold for stage in family.stages(0, {}))

@@ -18,7 +18,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtFloat8, CtPacked, Format, Gptq, LlmInt8, Nf4, dialect_of
 from quantkit.recipe import load_recipe
-from quantkit.runtime.model.config import ModelConfig, read_model_config
+from quantkit.runtime.model.config import ROLES, ModelConfig, read_model_config
 from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
 from quantkit.runtime.model.shards import Share, pieces, share_of_block
 from quantkit.sources import model_folder
@@ -163,7 +163,8 @@ def test_fused_layers_are_cut_in_every_part(family_model: Callable[[str], Path])
     """4 heads and 2 KV heads of 16; gate and up of 96."""
     ranks = Ranks(2, 1, 1)
     checkpoint, config = tried(family_model("phi3"), ranks)
-    qkv, output, gate_up, down = share_of_block(checkpoint, config, ranks, 0)
+    shares = share_of_block(checkpoint, config, ranks, 0)
+    qkv, output, gate_up, down = (shares[role] for role in ROLES)
     assert qkv.modules == (Share((slice(32, 64), slice(80, 96), slice(112, 128)), slice(0, 64)),)
     assert output.modules == (Share((slice(0, 64),), slice(32, 64)),)
     assert gate_up.modules == (Share((slice(48, 96), slice(144, 192)), slice(0, 64)),)
@@ -180,7 +181,8 @@ def test_act_order_cuts_an_mlp_by_the_groups_of_down(family_model: Callable[[str
     for rank in range(2):
         ranks = Ranks(2, 1, rank)
         checkpoint, config = tried(tmp_path / "out", ranks)
-        _, output, gate_up, down = share_of_block(checkpoint, config, ranks, 0)
+        shares = share_of_block(checkpoint, config, ranks, 0)
+        _, output, gate_up, down = (shares[role] for role in ROLES)
         (channels,) = gate_up.modules[0].outputs
         assert isinstance(channels, Tensor)
         assert torch.equal(down.modules[0].inputs, channels)

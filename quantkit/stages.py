@@ -1,0 +1,98 @@
+"""What a layer consists of, as data: stages of linears that read the same input, one after the other.
+
+A family answers with the stages of each of its layers (`arch.Family.stages`), and everything else asks them: which
+linears share a scheme, where calibration looks, where input scales go, what an engine runs as one matrix. A dense
+layer has four stages, a layer with experts or with two projections in a row has others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Group = tuple[str, ...]  # names of linear layers that read the same input
+
+
+@dataclass(frozen=True)
+class Part:
+    """A residual part of a layer: its body reads the normed hidden states, and what it computes is added to them."""
+
+    kind: Literal["attention", "mlp"]  # the body of attention also takes positions and masks
+    body: str
+    norm: str  # before the body
+    post_norm: str | None = None  # after the body, before the residual sum, where the family has one
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Where the input scales of a stage may go: the module before it, whose output feeds nothing but this stage.
+
+    Only the last outputs of the producer matter (`Family.folded_outputs` says how many), which covers separate and
+    fused layers alike. Dividing them by s and multiplying the input columns of the stage by s changes nothing.
+
+        norm    an RMS norm; its effective weight, `weight + norm_offset`, is divided
+        value   the value rows; under grouped-query attention one KV head feeds several heads, which then share a scale
+        up      the up rows, which meet the activated gate in a plain product
+    """
+
+    kind: Literal["norm", "value", "up"]
+    producer: str
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Copies of a stage's linears, of which a router chooses some for every token."""
+
+    count: int
+    per_token: int
+    router: str  # the module that chooses; never quantized
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Linears of one layer that read the same input. They share one scheme, because engines run them as one matrix.
+
+    A stage of experts has these linears once for every expert: `{}` in a name stands for the expert's number. An expert
+    reads the tokens that the router sends it. All experts of a stage share the scheme.
+    """
+
+    role: str  # what an engine asks for: `qkv`, `output`, `gate_up` and `down` in a dense layer
+    names: Group
+    part: Part
+    fold: Fold | None = None
+    experts: Experts | None = None
+
+    @property
+    def linears(self) -> Group:
+        """The names of all linears, those of every expert included."""
+        return tuple(name for stage in self.by_expert for name in stage.names)
+
+    @property
+    def by_expert(self) -> tuple[Stage, ...]:
+        """A stage for every expert alone; a stage without experts is the only one."""
+        if self.experts is None:
+            return (self,)
+        return tuple(self._of_expert(number) for number in range(self.experts.count))
+
+    def _of_expert(self, number: int) -> Stage:
+        fold = self.fold and Fold(self.fold.kind, self.fold.producer.format(number))
+        return Stage(self.role, tuple(name.format(number) for name in self.names), self.part, fold)
+
+
+_ATTENTION = Part("attention", "self_attn", "input_layernorm")
+_MLP = Part("mlp", "mlp", "post_attention_layernorm")
+
+
+def dense_stages(
+    attention: Part = _ATTENTION,
+    mlp: Part = _MLP,
+    qkv: Group = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    gate_up: Group = ("mlp.gate_proj", "mlp.up_proj"),
+) -> tuple[Stage, ...]:
+    """The four stages of a dense layer. Fused linears have their rows in the order q, k, v and gate, up."""
+    return (
+        Stage("qkv", qkv, attention, Fold("norm", attention.norm)),
+        Stage("output", ("self_attn.o_proj",), attention, Fold("value", qkv[-1])),
+        Stage("gate_up", gate_up, mlp, Fold("norm", mlp.norm)),
+        Stage("down", ("mlp.down_proj",), mlp, Fold("up", gate_up[-1])),
+    )
