@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from quantkit.blocks import BATCH_TOKENS, BlockRunner, Half
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Format
-from quantkit.methods import MethodOptions
+from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
+from quantkit.methods.method import Rounded, TunedBlock
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import needs_hessian, scales_inputs
-from quantkit.passes.activations import Activations, choose_place
+from quantkit.passes.activations import Activations, Place, choose_place
 from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 
@@ -33,19 +34,20 @@ class CalibratedPass:
         source: Checkpoint,
         family: Family,
         chosen: Mapping[str, Format],
-        options: MethodOptions,
+        method: Method,
         device: str,
         scratch: Path,
     ) -> None:
-        if scales_inputs(options) and not family.folds:
+        if method.scales_inputs and not family.folds:
             raise InputError(
                 f"the family '{family.model_type}' has no layers that could take input scales; "
                 "use a method that needs none, such as gptq"
             )
-        self.source, self.family, self.chosen, self.options = source, family, chosen, options
+        self.source, self.family, self.chosen, self.method = source, family, chosen, method
         self.runner = BlockRunner(source, family, device)
         self._scratch = scratch  # for activations that do not fit into memory
-        self.hidden = Activations(self.runner.device, "host", scratch)
+        self._place: Place = "host"
+        self.hidden = Activations(self.runner.device, self._place, scratch)
         self._arguments: list[dict[str, Any]] = []
 
     def begin(self, tokens: Tensor) -> None:
@@ -67,12 +69,23 @@ class CalibratedPass:
         """Quantizes block after block from `first` on."""
         for layer in range(first, len(self.runner)):
             halves = self.runner.load(layer, self._arguments[layer])
-            work = BlockQuantizer(self.source, self.family, self.chosen, self.options, layer, on_layer)
+            work = BlockQuantizer(self.source, self.family, self.chosen, self.method, layer, on_layer)
+            if self.method.tunes_blocks:
+                work.take(self._tune(halves, work.formats))
             for half in halves:
                 self._run_half(half, work)
             block = work.result(halves[0].block)
             self.runner.free(layer)
             yield block
+
+    def _tune(self, halves: tuple[Half, Half], formats: Mapping[str, Format]) -> Mapping[str, Rounded]:
+        """What a method that learns through a block makes of its linears; they have the model's weights until then."""
+        forward = partial(_run_block, halves)
+        targets = Activations(self.runner.device, self._place, self._scratch, "targets")
+        with torch.no_grad(), fast_products(self.runner.device):
+            targets.extend(forward(batch) for batch in self.hidden)
+        with torch.enable_grad():
+            return self.method.tune_block(TunedBlock(halves[0].block, formats, forward), self.hidden, targets)
 
     @torch.no_grad()
     def _run_half(self, half: Half, work: BlockQuantizer) -> None:
@@ -106,7 +119,7 @@ class CalibratedPass:
         with fast_products(self.runner.device):
             for batch in batches:
                 if statistics is None:
-                    wanted = needs_hessian(self.options)
+                    wanted = self.method.wants_hessian
                     statistics = InputStatistics(batch.shape[-1], batch.device, hessian=wanted)
                 statistics.add(batch)
         assert statistics is not None
@@ -115,9 +128,16 @@ class CalibratedPass:
     def _prepare(self, tokens: Tensor) -> None:
         self._arguments = self.runner.arguments(tokens.shape[1])
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
-        place = choose_place(size, self.runner.device)
-        self.hidden = Activations(self.runner.device, place, self._scratch)
+        self._place = choose_place(size, self.runner.device)
+        self.hidden = Activations(self.runner.device, self._place, self._scratch)
 
     @staticmethod
     def _batch(length: int) -> int:
         return max(1, BATCH_TOKENS // length)
+
+
+def _run_block(halves: tuple[Half, Half], hidden: Tensor) -> Tensor:
+    """The hidden states after a block, with gradients where they are enabled."""
+    for half in halves:
+        hidden = half.close(hidden, half.inner(hidden))
+    return hidden

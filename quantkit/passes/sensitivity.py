@@ -24,12 +24,10 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
 from quantkit.formats import IntegerFormat
-from quantkit.methods import MethodOptions
+from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
-from quantkit.methods.options import GptqOptions, RtnOptions
 from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import round_weight
 from quantkit.passes.activations import Activations, choose_place
 from quantkit.progress import Progress, silent
 
@@ -49,11 +47,11 @@ class SensitivityPass:
         source: Checkpoint,
         family: Family,
         chosen: Mapping[str, IntegerFormat],
-        options: MethodOptions,
+        method: Method,
         device: str,
         scratch: Path,
     ) -> None:
-        self.family, self.chosen, self.options = family, chosen, options
+        self.family, self.chosen, self.method = family, chosen, method
         self.runner = BlockRunner(source, family, device)
         self.groups = [group for group in family.linear_groups(source.config) if group[0] in chosen]
         self._widest = max(source.tensors[f"{group[0]}.weight"].info.shape[1] for group in self.groups)
@@ -117,10 +115,10 @@ class SensitivityPass:
     def _trial(self, group: Group, linears: list[nn.Module], inputs: InputStatistics, target_bits: float) -> _Trial:
         weight = torch.cat([weight_of(linear) for linear in linears]).float()  # [out, in]
         fmt, width = self.chosen[group[0]], weight.shape[1]
-        searches = _searches(self.options)
-        errors = rounding_errors(weight, candidates(fmt, width), inputs.require_hessian(), search=searches)
+        hessian, search = inputs.require_hessian(), self.method.searches_grid
+        errors = rounding_errors(weight, candidates(fmt, width), hessian, search=search)
         probe = probe_for(fmt, width, target_bits)
-        rounded = round_weight(self.options, weight, probe, inputs).quantized
+        rounded = self.method.round(weight, probe, inputs).quantized
         return _Trial(linears, rounded.dequantize(), Sensitivity(group, probe, 0.0, errors))
 
     def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
@@ -172,11 +170,6 @@ def _statistics(read: Callable[[Tensor], Tensor], states: Activations) -> InputS
             statistics.add(inputs)
     assert statistics is not None
     return statistics
-
-
-def _searches(options: MethodOptions) -> bool:
-    """Whether a method looks for the best grid rather than cover the extremes."""
-    return options.grid == "search" if isinstance(options, GptqOptions) else not isinstance(options, RtnOptions)
 
 
 @contextmanager

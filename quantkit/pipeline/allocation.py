@@ -37,7 +37,7 @@ def choose_formats(job: Job, scratch: Path, on_step: Progress = silent) -> Alloc
     groups = [group for group in job.family.linear_groups(job.source.config) if group[0] in formats]
     sizes = [_sizes(formats[group[0]], [shapes[module] for module in group]) for group in groups]
     _check_target(job.recipe.target_bits, weights, sizes)
-    work = SensitivityPass(job.source, job.family, formats, job.options, job.device, scratch)
+    work = SensitivityPass(job.source, job.family, formats, job.method, job.device, scratch)
     measured = work.run(job.tokens, job.recipe.target_bits, on_step)
     schemes = spend(measured, sizes, math.floor(job.recipe.target_bits * weights))
     record = {
