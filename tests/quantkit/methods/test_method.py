@@ -4,14 +4,17 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 
 import pytest
+import torch
 
 from quantkit.errors import InputError
-from quantkit.formats import CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
-from quantkit.methods import METHODS, Method
+from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
+from quantkit.methods import METHODS, Method, needs_data
 from quantkit.methods.awq import AwqMethod
+from quantkit.methods.costing import GroupWork, Speed
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.rtn import RtnMethod
 from quantkit.methods.smoothquant import SmoothQuantMethod
+from quantkit.methods.statistics import SAMPLE
 from quantkit.recipe import load_recipe
 
 
@@ -98,3 +101,45 @@ def test_recipes_give_options() -> None:
 def test_every_method_is_listed() -> None:
     assert list(METHODS) == ["awq", "gptq", "rtn", "smoothquant"]
     assert all(issubclass(kind, Method) for kind in METHODS.values())
+
+
+GROUP = GroupWork(64, (32, 16), CtPacked())  # 3,072 weights
+ROUNDING = 3072 * 1e-3
+BY_HESSIAN = 2 * 48 * 64**2 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("method", "seconds"),
+    [
+        (RtnMethod(), ROUNDING),
+        (AwqMethod(points=5, clip=False), ROUNDING + 2 * BY_HESSIAN + 10 * (ROUNDING + BY_HESSIAN)),
+        (AwqMethod(points=5), ROUNDING + 2 * BY_HESSIAN + 10 * (ROUNDING + BY_HESSIAN) + 42 * ROUNDING),
+        (SmoothQuantMethod(points=4), ROUNDING + 5 * (ROUNDING + 2 * SAMPLE * 3072 / 1e6)),
+        (GptqMethod(grid="minmax"), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0),
+        (GptqMethod(), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING),
+        (
+            GptqMethod(grid="minmax", scaling="awq"),
+            ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 40 * (ROUNDING + BY_HESSIAN),
+        ),
+    ],
+)
+def test_seconds_on_a_device_of_known_speed(method: Method, seconds: float) -> None:
+    """128 columns take 256 seconds here, however many outputs they have."""
+    speed = Speed(torch.device("cpu"), 1e6, 1e6, 1e-3, lambda name, work: 256.0)
+    assert method.cost_seconds(GROUP, 1000, speed) == pytest.approx(seconds)
+    assert method.cost_bytes(GROUP) == 4 * 4 * 3072
+
+
+@pytest.mark.parametrize(
+    ("method", "formats", "target_bits", "needed"),
+    [
+        (RtnMethod(), [CtPacked(), None], None, False),
+        (RtnMethod(), [CtPacked(), CtFloat8(activations="static")], None, True),
+        (RtnMethod(), [CtPacked()], 3.5, True),  # bits are chosen by what they cost on data
+        (SmoothQuantMethod(), [None], None, True),
+    ],
+)
+def test_what_makes_a_run_need_data(
+    method: Method, formats: list[Format | None], target_bits: float | None, needed: bool
+) -> None:
+    assert needs_data(method, formats, target_bits) == needed
