@@ -229,9 +229,8 @@ def parts_of(block: nn.Module, stages: tuple[Stage, ...], arguments: Mapping[str
     )
 
 
-@torch.no_grad()
 def run_block(parts: tuple[BlockPart, ...], hidden: Tensor) -> Tensor:
-    """The hidden states after a block."""
+    """The hidden states after a block, with gradients where they are enabled."""
     for part in parts:
         hidden = part.run(hidden)
     return hidden

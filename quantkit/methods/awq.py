@@ -9,38 +9,85 @@ over all calibration inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import IntegerFormat
+from quantkit.formats import Format, IntegerFormat, IntegerWeight
 from quantkit.formats.integer import nearest, ranges
 from quantkit.methods.arithmetic import fast_products
-from quantkit.methods.losses import output_energy
-
-LARGEST = 1e4  # scales beyond this or its inverse would leave the range of 16-bit norms
+from quantkit.methods.costing import GroupWork, Speed
+from quantkit.methods.grid import SHRINK, search_grid
+from quantkit.methods.losses import better_rows, output_energy, output_loss
+from quantkit.methods.method import (
+    LARGEST_SCALE,
+    UNREACHED,
+    Method,
+    Rounded,
+    ScaleChoice,
+    Tie,
+    require_integer,
+    require_points,
+)
+from quantkit.methods.statistics import InputStatistics
 
 
 @dataclass(frozen=True)
-class ScaleChoice:
-    """The scales [in] to multiply the columns by, and what they gain."""
+class AwqMethod(Method):
+    """`points` of the scale search between identity and full strength; `clip`: search each group's range too."""
 
-    scales: Tensor
-    loss: float  # squared error of the outputs, relative to their square
-    identity_loss: float  # the same without scales
+    name: ClassVar[str] = "awq"
+    points: int = 20
+    clip: bool = True
+
+    def __post_init__(self) -> None:
+        require_points(self.points)
+
+    @property
+    def wants_hessian(self) -> bool:
+        return True
+
+    @property
+    def scales_inputs(self) -> bool:
+        return True
+
+    @property
+    def searches_grid(self) -> bool:
+        return True
+
+    def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
+        return search_scales(weight, require_integer(self.name, fmt), inputs.require_hessian(), self.points, tie)
+
+    def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
+        fmt, hessian = require_integer(self.name, fmt), inputs.require_hessian()
+        plain: IntegerWeight = fmt.quantize(weight)
+        plain_loss = output_loss(weight, plain, hessian)
+        if not bool(hessian.diagonal().any()):
+            return Rounded(plain, plain_loss, plain_loss, {"warning": UNREACHED})
+        if not self.clip:
+            return Rounded(plain, plain_loss, plain_loss)
+        clipped = search_grid(weight, fmt, hessian)
+        quantized, loss = better_rows(clipped, output_loss(weight, clipped, hessian), plain, plain_loss)
+        return Rounded(quantized, loss, plain_loss)
+
+    def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
+        rounding = group.weights * speed.rounding_seconds
+        losses = 2 * group.hessian_flops / speed.float32_flops
+        clipping = len(SHRINK) * 2 * rounding if self.clip else 0.0
+        return rounding + losses + self.search_seconds(group, speed) + clipping
+
+    def search_seconds(self, group: GroupWork, speed: Speed) -> float:
+        """Candidates for input scales, each rounded and measured."""
+        each = group.weights * speed.rounding_seconds + group.hessian_flops / speed.float32_flops
+        return 2 * self.points * each
 
 
-def search_scales(
-    weight: Tensor, fmt: IntegerFormat, hessian: Tensor, points: int, tie: Callable[[Tensor], Tensor]
-) -> ScaleChoice:
-    """The best scales for the stacked weights [out, in] of layers that share an input.
-
-    `tie` makes scales equal that must be: under grouped-query attention several columns of the output layer are fed by
-    one row of the value layer.
-    """
+def search_scales(weight: Tensor, fmt: IntegerFormat, hessian: Tensor, points: int, tie: Tie) -> ScaleChoice:
+    """The best scales for the stacked weights [out, in] of layers that share an input."""
     energy = max(float(output_energy(weight, hessian).sum()), 1e-30)
     best = torch.ones(weight.shape[1], device=weight.device)
     identity = least = _loss(weight, best, fmt, hessian) / energy
@@ -64,7 +111,7 @@ def candidates(weight: Tensor, hessian: Tensor, points: int, group: int) -> Iter
         ratio = point / points
         for divisor in (torch.ones_like(relative), relative ** (1 - ratio)):
             scales = activation**ratio / divisor
-            yield (scales / scales.log().mean().exp()).clamp(1 / LARGEST, LARGEST)
+            yield (scales / scales.log().mean().exp()).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
 
 
 def _loss(weight: Tensor, scales: Tensor, fmt: IntegerFormat, hessian: Tensor) -> float:

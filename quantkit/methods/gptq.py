@@ -7,21 +7,120 @@ reordered, so the order costs nothing at run time: groups stay contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import Format, IntegerFormat, IntegerWeight
+from quantkit.formats import CtPacked, Format, IntegerFormat, IntegerWeight
 from quantkit.formats.integer import contiguous_groups
 from quantkit.kernels.reference import gptq as reference
-from quantkit.methods.grid import search_grid
+from quantkit.methods.awq import AwqMethod
+from quantkit.methods.costing import GroupWork, Speed
+from quantkit.methods.grid import SHRINK, search_grid
 from quantkit.methods.losses import better_rows, output_loss
-from quantkit.methods.options import GptqOptions
+from quantkit.methods.method import (
+    UNREACHED,
+    Method,
+    Rounded,
+    ScaleChoice,
+    Tie,
+    require_integer,
+    require_one_of,
+)
+from quantkit.methods.statistics import InputStatistics
 
 BLOCK = 128  # columns whose updates are applied to the rest in one matrix product
+
+
+@dataclass(frozen=True)
+class GptqMethod(Method):
+    """`order` of the columns: `static` (groups fixed before), `desc_act` (groups follow the order) or `none`.
+
+    `grid`: each group's scale from its extremes (`minmax`), or searched for the least weighted error (`search`).
+    `scaling`: `awq` first moves difficulty out of the salient input columns, as method awq does.
+    """
+
+    name: ClassVar[str] = "gptq"
+    damping: float = 0.01
+    order: str = "static"
+    grid: str = "search"
+    scaling: str = "none"
+
+    def __post_init__(self) -> None:
+        require_one_of("order", self.order, ("static", "desc_act", "none"))
+        require_one_of("grid", self.grid, ("minmax", "search"))
+        require_one_of("scaling", self.scaling, ("none", "awq"))
+        if not 0 < self.damping <= 1:
+            raise InputError(f"damping is {self.damping}, but must be above 0 and at most 1")
+
+    @property
+    def wants_hessian(self) -> bool:
+        return True
+
+    @property
+    def scales_inputs(self) -> bool:
+        return self.scaling == "awq"
+
+    @property
+    def searches_grid(self) -> bool:
+        return self.grid == "search"
+
+    def check(self, fmt: Format) -> None:
+        require_integer(self.name, fmt)
+        scattered = self.order == "desc_act" and getattr(fmt, "group_size", -1) != -1
+        if scattered and not getattr(fmt, "act_order", False):
+            raise InputError(
+                f"method 'gptq' with order desc_act scatters the groups, which '{fmt.name}' cannot store so; "
+                "use format gptq with act_order: true, or order static, which costs nothing at run time"
+            )
+
+    def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
+        return AwqMethod().choose_scales(weight, fmt, inputs, tie)
+
+    def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
+        result = quantize_layer(weight, fmt, inputs.require_hessian(), self)
+        notes: dict[str, float | str] = {"damping": result.damping}
+        if result.damping > self.damping:
+            notes["damping_reason"] = "H had no Cholesky factor with less"
+        if result.damping == 0:
+            notes["warning"] = UNREACHED
+        return Rounded(result.quantized, result.loss, result.rounding_loss, notes)
+
+    def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
+        rounding = group.weights * speed.rounding_seconds
+        by_hessian = 3 * group.hessian_flops / speed.float32_flops  # two losses, and the updates of later columns
+        scaling = AwqMethod().search_seconds(group, speed) if self.scales_inputs else 0.0
+        search = len(SHRINK) * 2 * rounding if self.searches_grid else 0.0
+        inverse = 4 * group.inputs**3 / speed.float32_flops
+        return rounding + by_hessian + scaling + search + group.inputs * _column_seconds(group.outputs, speed) + inverse
+
+    def warnings(self, formats: Collection[Format], widest: int, samples: int, seq_len: int) -> Iterator[str]:
+        if samples * seq_len < widest:
+            yield (
+                f"{samples * seq_len} calibration tokens cannot tell {widest} inputs of a layer apart; take at least "
+                f"{math.ceil(widest / max(seq_len, 1))} samples of this length"
+            )
+
+
+def _column_seconds(outputs: int, speed: Speed) -> float:
+    """For one column of so many outputs: a share of its own and one for each output, from layers of two heights."""
+    few, many = 256, 2048
+    low, high = (_measured_column(height, speed) for height in (few, many))
+    slope = max(high - low, 0.0) / (many - few)
+    return max(low - few * slope, 0.0) + outputs * slope
+
+
+def _measured_column(outputs: int, speed: Speed) -> float:
+    def work() -> object:
+        return quantize_layer(weight, CtPacked(bits=4, group_size=BLOCK), hessian)
+
+    weight, hessian = torch.randn(outputs, BLOCK, device=speed.device), torch.eye(BLOCK, device=speed.device)
+    return speed.measure(f"gptq, {outputs} outputs", work) / BLOCK
 
 
 @dataclass(frozen=True)
@@ -34,27 +133,21 @@ class GptqResult:
     damping: float  # as a share of H's mean diagonal; 0 where calibration never reached the layer
 
 
-def require_integer(method: str, fmt: Format) -> IntegerFormat:
-    if not isinstance(fmt, IntegerFormat):
-        raise InputError(f"method '{method}' needs a format with an integer grid, not '{fmt.name}'; use method 'rtn'")
-    return fmt
-
-
-def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, options: GptqOptions | None = None) -> GptqResult:
+def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, method: GptqMethod | None = None) -> GptqResult:
     """Rounds a weight [out, in] for a layer whose inputs gave this H [in, in].
 
     No row is worse than plainly rounded, except that rows of scattered groups cannot be exchanged one by one.
     """
-    options = options or GptqOptions()
-    fmt = require_integer("gptq", fmt)
+    method = method or GptqMethod()
+    fmt = require_integer(method.name, fmt)
     plain = fmt.quantize(weight)
     rounding_loss = output_loss(weight, plain, hessian)
     dead = hessian.diagonal() == 0
     if bool(dead.all()):  # calibration never reached this layer
         return GptqResult(plain, rounding_loss, rounding_loss, 0.0)
-    order = _order(hessian, options.order)
-    factor, damping = inverse_factor(hessian, order, options.damping)
-    grid = _grid(weight, fmt, hessian, order, options)
+    order = _order(hessian, method.order)
+    factor, damping = inverse_factor(hessian, order, method.damping)
+    grid = _grid(weight, fmt, hessian, order, method)
     codes = _round_columns(weight.float().masked_fill(dead, 0.0)[:, order], grid, order, factor)
     quantized = replace(grid, codes=codes)
     loss = output_loss(weight, quantized, hessian)
@@ -94,12 +187,12 @@ def _order(hessian: Tensor, kind: str) -> Tensor:
     return torch.argsort(hessian.diagonal(), descending=True, stable=True)
 
 
-def _grid(weight: Tensor, fmt: IntegerFormat, hessian: Tensor, order: Tensor, options: GptqOptions) -> IntegerWeight:
+def _grid(weight: Tensor, fmt: IntegerFormat, hessian: Tensor, order: Tensor, method: GptqMethod) -> IntegerWeight:
     """Scales and zero points for all groups; under desc_act the groups follow the order of the columns."""
-    scattered = options.order == "desc_act" and fmt.group_size != -1
+    scattered = method.order == "desc_act" and fmt.group_size != -1
     if scattered:
         weight, hessian = weight[:, order], hessian[order][:, order]
-    grid = search_grid(weight, fmt, hessian) if options.grid == "search" else fmt.quantize(weight)
+    grid = search_grid(weight, fmt, hessian) if method.searches_grid else fmt.quantize(weight)
     if not scattered:
         return grid
     group_of = torch.empty_like(order, dtype=torch.int32)

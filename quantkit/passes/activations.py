@@ -19,8 +19,8 @@ Place = Literal["device", "host", "disk"]
 class Activations:
     """A list of batches. Reading gives a batch on the device, wherever it is kept."""
 
-    def __init__(self, device: torch.device, place: Place, folder: Path) -> None:
-        self._device, self._place, self._folder = device, place, folder
+    def __init__(self, device: torch.device, place: Place, folder: Path, name: str = "activations") -> None:
+        self._device, self._place, self._file = device, place, folder / name
         self._kept: list[Tensor | _File] = []
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Activations:
             return batch.to(self._device)
         if self._place == "host":
             return batch.cpu()
-        return _File(self._folder / f"activations-{index:05d}.bin", batch)
+        return _File(self._file.with_name(f"{self._file.name}-{index:05d}.bin"), batch)
 
 
 class _File:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch
 from torch import Tensor
 
 from quantkit.arch import Family
-from quantkit.blocks import BATCH_TOKENS, BlockPart, BlockRunner
+from quantkit.blocks import BATCH_TOKENS, BlockPart, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Format
-from quantkit.methods import MethodOptions
+from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
+from quantkit.methods.method import Rounded, TunedBlock
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import needs_hessian, scales_inputs
-from quantkit.passes.activations import Activations, choose_place
+from quantkit.passes.activations import Activations, Place, choose_place
 from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 from quantkit.passes.stage_inputs import stage_statistics
@@ -35,19 +36,20 @@ class CalibratedPass:
         source: Checkpoint,
         family: Family,
         chosen: Mapping[str, Format],
-        options: MethodOptions,
+        method: Method,
         device: str,
         scratch: Path,
     ) -> None:
-        if scales_inputs(options) and not _has_folds(family, source):
+        if method.scales_inputs and not _has_folds(family, source):
             raise InputError(
                 f"the family '{family.model_type}' has no layers that could take input scales; "
                 "use a method that needs none, such as gptq"
             )
-        self.source, self.family, self.chosen, self.options = source, family, chosen, options
+        self.source, self.family, self.chosen, self.method = source, family, chosen, method
         self.runner = BlockRunner(source, family, device)
         self._scratch = scratch  # for activations that do not fit into memory
-        self.hidden = Activations(self.runner.device, "host", scratch)
+        self._place: Place = "host"
+        self.hidden = Activations(self.runner.device, self._place, scratch)
         self._arguments: list[dict[str, Any]] = []
 
     def begin(self, tokens: Tensor) -> None:
@@ -69,12 +71,23 @@ class CalibratedPass:
         """Quantizes block after block from `first` on."""
         for layer in range(first, len(self.runner)):
             parts = self.runner.load(layer, self._arguments[layer])
-            work = BlockQuantizer(self.source, self.family, self.chosen, self.options, layer, on_layer)
+            work = BlockQuantizer(self.source, self.family, self.chosen, self.method, layer, on_layer)
+            if self.method.tunes_blocks:
+                work.take(self._tune(parts, work.formats))
             for part in parts:
                 self._run_part(part, work)
             block = work.result(parts[0].block)
             self.runner.free(layer)
             yield block
+
+    def _tune(self, parts: tuple[BlockPart, ...], formats: Mapping[str, Format]) -> Mapping[str, Rounded]:
+        """What a method that learns through a block makes of its linears; they have the model's weights until then."""
+        forward = partial(run_block, parts)
+        targets = Activations(self.runner.device, self._place, self._scratch, "targets")
+        with torch.no_grad(), fast_products(self.runner.device):
+            targets.extend(forward(batch) for batch in self.hidden)
+        with torch.enable_grad():
+            return self.method.tune_block(TunedBlock(parts[0].block, formats, forward), self.hidden, targets)
 
     @torch.no_grad()
     def _run_part(self, part: BlockPart, work: BlockQuantizer) -> None:
@@ -108,13 +121,13 @@ class CalibratedPass:
         batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
         if inner is not None:
             batches = ([batch] for batch in inner)
-        return stage_statistics(part, stage, batches, hessian=needs_hessian(self.options))
+        return stage_statistics(part, stage, batches, hessian=self.method.wants_hessian)
 
     def _prepare(self, tokens: Tensor) -> None:
         self._arguments = self.runner.arguments(tokens.shape[1])
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
-        place = choose_place(size, self.runner.device)
-        self.hidden = Activations(self.runner.device, place, self._scratch)
+        self._place = choose_place(size, self.runner.device)
+        self.hidden = Activations(self.runner.device, self._place, self._scratch)
 
     @staticmethod
     def _batch(length: int) -> int:

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from quantkit.arch import Family
 from quantkit.blocks import weight_of
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import InputError
+from quantkit.errors import InputError, QuantkitError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
 from quantkit.formats.base import DTYPES
 from quantkit.formats.llm_int8 import LlmInt8
-from quantkit.methods import MethodOptions
+from quantkit.methods import Method
 from quantkit.methods.losses import output_energy
+from quantkit.methods.method import UNREACHED, Rounded
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import UNREACHED, Rounded, choose_scales, round_weight, scales_inputs
 from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
-from quantkit.stages import Fold, Stage
+from quantkit.stages import Fold, Group, Stage
 
 
 class BlockQuantizer:
@@ -33,22 +33,30 @@ class BlockQuantizer:
         source: Checkpoint,
         family: Family,
         chosen: Mapping[str, Format],
-        options: MethodOptions,
+        method: Method,
         layer: int,
         on_layer: Callable[[QuantizedLayer], None],
     ) -> None:
-        self._source, self._family, self._options, self._on_layer = source, family, options, on_layer
+        self._source, self._family, self._method, self._on_layer = source, family, method, on_layer
         self._stages = family.stages(layer, source.config)
         self._prefix = f"{family.blocks}.{layer}."
-        self._formats = {
+        self.formats = {  # of the linears to quantize, by their name within the block
             module.removeprefix(self._prefix): fmt for module, fmt in chosen.items() if module.startswith(self._prefix)
         }
         self._stored = DTYPES[source.dtype]  # of the plain tensors
+        self._tuned: Mapping[str, Rounded] = {}
         self._layers: dict[str, QuantizedLayer] = {}
         self._changed: set[str] = set()  # plain tensors that took scales
 
     def wants(self, stage: Stage) -> bool:
-        return stage.linears[0] in self._formats  # a stage has one scheme
+        return stage.linears[0] in self.formats  # a stage has one scheme
+
+    def take(self, tuned: Mapping[str, Rounded]) -> None:
+        """Linears that the method has rounded already, by tuning the block."""
+        unknown = sorted(tuned.keys() - self.formats.keys())
+        if unknown:
+            raise QuantkitError(f"method '{self._method.name}' tuned {', '.join(unknown)}, which it was not asked for")
+        self._tuned = tuned
 
     def quantize(self, block: nn.Module, stage: Stage, inputs: Sequence[InputStatistics]) -> list[Tensor | None]:
         """Quantizes the linears of a stage in place, those of every expert by their own inputs.
@@ -62,11 +70,13 @@ class BlockQuantizer:
         return [self._quantize(block, each, seen) for each, seen in zip(stage.by_expert, inputs, strict=True)]
 
     def _quantize(self, block: nn.Module, stage: Stage, inputs: InputStatistics) -> Tensor | None:
-        fmt = self._formats[stage.names[0]]
+        fmt = self.formats[stage.names[0]]
         linears = [block.get_submodule(name) for name in stage.names]
         try:
-            divisor, notes = self._scale(block, stage, linears, fmt, inputs)
-            rounded = _round(self._options, [weight_of(linear).float() for linear in linears], fmt, inputs)
+            rounded, divisor, notes = self._tuned_group(stage.names), None, {}
+            if not rounded:
+                divisor, notes = self._scale(block, stage, linears, fmt, inputs)
+                rounded = _round(self._method, [weight_of(linear).float() for linear in linears], fmt, inputs)
             for name, linear, part in zip(stage.names, linears, rounded, strict=True):
                 self._keep(name, linear, fmt, part, inputs, notes)
         except InputError as error:
@@ -81,6 +91,15 @@ class BlockQuantizer:
         order = [name for stage in self._stages for name in stage.linears if name in self._layers]
         return QuantizedBlock(tuple(self._layers[name] for name in order), changed)
 
+    def _tuned_group(self, names: Group) -> list[Rounded]:
+        """What tuning made of linears that share an input; none where they are still to be rounded."""
+        tuned = [self._tuned[name] for name in names if name in self._tuned]
+        if len(tuned) not in (0, len(names)):
+            raise QuantkitError(
+                f"method '{self._method.name}' tuned some of {', '.join(names)}; they share an input: all or none"
+            )
+        return tuned
+
     def _scale(
         self, block: nn.Module, stage: Stage, linears: list[nn.Module], fmt: Format, inputs: InputStatistics
     ) -> tuple[Tensor | None, dict[str, Any]]:
@@ -88,12 +107,12 @@ class BlockQuantizer:
         if not inputs.tokens:
             return None, {"warning": UNREACHED}
         fold, columns, config = stage.fold, inputs.absmax.numel(), self._source.config
-        if fold is None or not scales_inputs(self._options):
+        if fold is None or not self._method.scales_inputs:
             return None, {}
         folded, head = self._family.folded_outputs(fold, columns, config), self._family.size_of_head(config)
         tie = tied_heads(folded, columns, head if fold.kind == "value" else 1)
         weight = torch.cat([weight_of(linear) for linear in linears]).float()
-        choice = choose_scales(self._options, weight, fmt, inputs, tie)
+        choice = self._method.choose_scales(weight, fmt, inputs, tie)
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
         if choice.loss >= choice.identity_loss:
             return None, notes
@@ -147,12 +166,12 @@ class BlockQuantizer:
         self._on_layer(self._layers[name])
 
 
-def _round(options: MethodOptions, weights: list[Tensor], fmt: Format, inputs: InputStatistics) -> list[Rounded]:
+def _round(method: Method, weights: list[Tensor], fmt: Format, inputs: InputStatistics) -> list[Rounded]:
     """Integer grids have no scale beyond one row, so layers that share an input are rounded as one matrix."""
     if len(weights) == 1 or not isinstance(fmt, IntegerFormat):
-        return [round_weight(options, weight, fmt, inputs) for weight in weights]
+        return [method.round(weight, fmt, inputs) for weight in weights]
     sizes = [len(weight) for weight in weights]
-    whole = round_weight(options, torch.cat(weights), fmt, inputs)
+    whole = method.round(torch.cat(weights), fmt, inputs)
     assert isinstance(whole.quantized, IntegerWeight)
     none: list[Tensor | None] = [None] * len(sizes)
     losses = none if whole.loss is None else list(whole.loss.split(sizes))

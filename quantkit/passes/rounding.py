@@ -1,4 +1,4 @@
-"""Plain rounding: every layer by itself, straight from the files."""
+"""Methods that look at no data: every layer by itself, straight from the files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.formats import Format
+from quantkit.methods import Method
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
 
 
@@ -13,6 +14,7 @@ def round_blocks(
     source: Checkpoint,
     blocks: list[list[str]],
     chosen: Mapping[str, Format],
+    method: Method,
     device: str,
     on_layer: Callable[[QuantizedLayer], None],
     *,
@@ -23,13 +25,14 @@ def round_blocks(
         layers = []
         for module in modules:
             if module in chosen:
-                layers.append(_rounded(source, module, chosen[module], device))
+                layers.append(_rounded(source, module, chosen[module], method, device))
                 on_layer(layers[-1])
         yield QuantizedBlock(tuple(layers))
 
 
-def _rounded(source: Checkpoint, module: str, fmt: Format, device: str) -> QuantizedLayer:
+def _rounded(source: Checkpoint, module: str, fmt: Format, method: Method, device: str) -> QuantizedLayer:
     weight = source.tensor(f"{module}.weight").to(device)
     require_finite(f"{module}.weight", weight)
-    quantized = fmt.quantize(weight)
-    return QuantizedLayer(module, fmt, quantized, relative_error(quantized.dequantize(), weight), {})
+    rounded = method.round_without_data(weight, fmt)
+    error = relative_error(rounded.quantized.dequantize(), weight)
+    return QuantizedLayer(module, fmt, rounded.quantized, error, dict(rounded.notes or {}))

@@ -24,12 +24,10 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
 from quantkit.formats import IntegerFormat
-from quantkit.methods import MethodOptions
+from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
-from quantkit.methods.options import GptqOptions, RtnOptions
 from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import round_weight
 from quantkit.passes.activations import Activations, choose_place
 from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.progress import Progress, silent
@@ -51,11 +49,11 @@ class SensitivityPass:
         source: Checkpoint,
         family: Family,
         chosen: Mapping[str, IntegerFormat],
-        options: MethodOptions,
+        method: Method,
         device: str,
         scratch: Path,
     ) -> None:
-        self.family, self.chosen, self.options = family, chosen, options
+        self.family, self.chosen, self.method = family, chosen, method
         self.runner = BlockRunner(source, family, device)
         by_layer = family.linears_by_stage(source.config)
         self.stages = [modules for layer in by_layer for modules in layer if modules[0] in chosen]
@@ -128,10 +126,10 @@ class SensitivityPass:
         for each, seen in zip(stage.by_expert, inputs, strict=True):
             stacked = [part.block.get_submodule(name) for name in each.names]
             weight = torch.cat([weight_of(linear) for linear in stacked]).float()  # [out, in]
-            found = rounding_errors(weight, schemes, seen.require_hessian(), search=_searches(self.options))
+            found = rounding_errors(weight, schemes, seen.require_hessian(), search=self.method.searches_grid)
             errors = {scheme: errors[scheme] + found[scheme] for scheme in schemes}
             linears += stacked
-            decoded.append(round_weight(self.options, weight, probe, seen).quantized.dequantize())
+            decoded.append(self.method.round(weight, probe, seen).quantized.dequantize())
         return _Trial(linears, torch.cat(decoded), Sensitivity(modules, probe, 0.0, errors))
 
     def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
@@ -160,11 +158,6 @@ class _Trial:
 def _advance(states: Activations, step: Callable[[Tensor], Tensor]) -> None:
     for index, batch in enumerate(states):
         states[index] = step(batch)
-
-
-def _searches(options: MethodOptions) -> bool:
-    """Whether a method looks for the best grid rather than cover the extremes."""
-    return options.grid == "search" if isinstance(options, GptqOptions) else not isinstance(options, RtnOptions)
 
 
 @contextmanager

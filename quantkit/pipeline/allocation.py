@@ -38,7 +38,7 @@ def choose_formats(job: Job, scratch: Path, on_step: Progress = silent) -> Alloc
     stages = [modules for layer in by_layer for modules in layer if modules[0] in formats]
     sizes = [_sizes(formats[modules[0]], [shapes[module] for module in modules]) for modules in stages]
     _check_target(job.recipe.target_bits, weights, sizes)
-    work = SensitivityPass(job.source, job.family, formats, job.options, job.device, scratch)
+    work = SensitivityPass(job.source, job.family, formats, job.method, job.device, scratch)
     measured = work.run(job.tokens, job.recipe.target_bits, on_step)
     schemes = spend(measured, sizes, math.floor(job.recipe.target_bits * weights))
     record = {

@@ -22,8 +22,7 @@ from quantkit.errors import InputError
 from quantkit.formats import Format
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.formats.llm_int8 import LlmInt8
-from quantkit.methods import MethodOptions
-from quantkit.methods.steps import check_format
+from quantkit.methods import Method, needs_data, package_of
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.reference import check_device, load_tokenizer
 from quantkit.sources import model_folder
@@ -40,7 +39,7 @@ class Job:
     source: Checkpoint
     family: Family
     recipe: Recipe
-    options: MethodOptions
+    method: Method
     plan: Mapping[str, Format | None]
     tokens: Tensor | None  # calibration [samples, length]; None where the method looks at no data
     calibration: dict[str, Any] | None  # the record of these tokens
@@ -83,7 +82,7 @@ class Job:
             "device": self.device,
             "threads": torch.get_num_threads(),  # sums are added up in another order with more of them
             "shard_bytes": self.shard_bytes,
-            "versions": {name: _version(name) for name in _PACKAGES},
+            "versions": {name: _version(name) for name in (*_PACKAGES, package_of(self.method.name))},
         }
 
 
@@ -103,25 +102,20 @@ def prepare(
         raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
     family = family_of(source.config)
     plan = recipe.plan(family, source.config, source.dtype)
-    options = recipe.method.build()
+    method = recipe.method.build()
     for fmt in {fmt for fmt in plan.values() if fmt is not None}:
-        check_format(options, fmt)
+        method.check(fmt)
     check_layers(source, {module: fmt for module, fmt in plan.items() if fmt is not None})
     _check_outside(source, family, device)
     calibration = calibration or Calibration.from_recipe(recipe.calibration)
     tokens = record = None
-    needed = looks_at_data(options, plan) or recipe.target_bits is not None
+    needed = needs_data(method, plan.values(), recipe.target_bits)
     if needed or (calibration.samples > 0 and _lists_outliers(source, plan)):
         context = int(source.config.get("max_position_embeddings") or calibration.seq_len)
         tokens = calibration.tokens(load_tokenizer(source.folder), context)
         record = calibration.record(tokens)
     quality = _quality_windows(source, quality_windows)
-    return Job(str(model), source, family, recipe, options, plan, tokens, record, quality, device, shard_bytes)
-
-
-def looks_at_data(options: MethodOptions, plan: Mapping[str, Format | None]) -> bool:
-    """Whether a run cannot do without calibration."""
-    return options.calibrated or any(fmt is not None and fmt.needs_input_scale for fmt in plan.values())
+    return Job(str(model), source, family, recipe, method, plan, tokens, record, quality, device, shard_bytes)
 
 
 def _lists_outliers(source: Checkpoint, plan: Mapping[str, Format | None]) -> bool:

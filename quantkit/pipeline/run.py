@@ -86,7 +86,9 @@ def _run(job: Job, chosen: Mapping[str, Format], journal: Journal, on_layer: Pro
         return
     with Behind() as behind:  # a block is written while the next one is worked on
         if job.tokens is None:
-            for block in round_blocks(job.source, job.blocks, chosen, job.device, advance, first=journal.finished):
+            for block in round_blocks(
+                job.source, job.blocks, chosen, job.method, job.device, advance, first=journal.finished
+            ):
                 behind.do(journal.commit, *_unit(block, clock))
         else:
             _run_calibrated(job, chosen, journal, advance, clock, behind)
@@ -102,7 +104,7 @@ def _run_calibrated(
 ) -> None:
     assert job.tokens is not None
     first, last = journal.finished, len(job.blocks) - 1
-    work = CalibratedPass(job.source, job.family, chosen, job.options, job.device, journal.folder)
+    work = CalibratedPass(job.source, job.family, chosen, job.method, job.device, journal.folder)
     if first:
         work.resume(job.tokens, journal.state())
     else:

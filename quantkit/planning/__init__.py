@@ -20,8 +20,10 @@ from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES
 from quantkit.engines import Layers, verdicts
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, Shape
+from quantkit.methods import needs_data
+from quantkit.methods.costing import GroupWork
 from quantkit.passes.activations import available_memory
-from quantkit.planning.costs import GroupWork, Work, estimated_seconds, peak_memory
+from quantkit.planning.costs import Work, estimated_seconds, peak_memory
 from quantkit.planning.plan import MethodFacts, ModelFacts, Need, Needs, OutputFacts, QuantizePlan, SchemePlan
 from quantkit.planning.sizes import layer_bytes, layer_shapes, schemes_of
 from quantkit.planning.text import describe
@@ -64,7 +66,7 @@ def make_plan(
         source_bytes=model.bytes,
         output_bytes=written.bytes,
         shard_bytes=shard_bytes,
-        options=recipe.method.build(),
+        method=recipe.method.build(),
         samples=samples if method.calibrated else 0,
         seq_len=seq_len,
         device=device,
@@ -87,9 +89,9 @@ def _model_facts(source: Checkpoint, family: Family) -> ModelFacts:
 
 
 def _method_facts(recipe: Recipe, chosen: Mapping[str, Format], samples: int, seq_len: int) -> MethodFacts:
-    options = recipe.method.build()
-    calibrated = options.calibrated or any(fmt.needs_input_scale for fmt in chosen.values())
-    return MethodFacts(recipe.name, recipe.method.name, asdict(options), calibrated, samples, seq_len)
+    method = recipe.method.build()
+    calibrated = needs_data(method, chosen.values(), recipe.target_bits)
+    return MethodFacts(recipe.name, method.name, asdict(method), calibrated, samples, seq_len)
 
 
 def _output_facts(
@@ -163,13 +165,8 @@ def _warnings(
         yield f"sequences of {method.seq_len} tokens do not fit the model and will be refused; choose 2 to {context}"
     if method.calibrated and method.samples < 1:
         yield f"calibration with {method.samples} samples will be refused; choose 1 or more"
-    elif method.name == "gptq" and work.tokens < widest:
-        yield (
-            f"{work.tokens} calibration tokens cannot tell {widest} inputs of a layer apart; take at least "
-            f"{math.ceil(widest / max(method.seq_len, 1))} samples of this length"
-        )
-    if method.name == "rtn" and all(isinstance(fmt, IntegerFormat) and fmt.bits == 2 for fmt in chosen.values()):
-        yield "plain rounding to 2 bits leaves a model that writes nonsense; use method gptq"
+    else:
+        yield from work.method.warnings(set(chosen.values()), widest, method.samples, method.seq_len)
     for what, need in (("disk space", needs.disk), ("memory", needs.ram), ("GPU memory", needs.gpu)):
         if need is not None and need.is_short:
             missing = human_bytes(need.needed - (need.available or 0))

@@ -1,65 +1,33 @@
 """What a run costs before it starts: memory from the sizes of the layers, time from a short measurement of the device.
 
-Both are estimates. Memory follows what the passes keep at the same time; time counts the products of matrices, the
-columns that GPTQ rounds one after the other, and the weights that a format rounds and stores.
+Both are estimates. Memory follows what the passes keep at the same time; time counts the products of matrices,
+what the method says of its own work, and the weights that a format rounds and stores.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from quantkit.blocks import BATCH_TOKENS
-from quantkit.formats import CtPacked, Format, Shape
+from quantkit.formats import Format, Shape
 from quantkit.formats.base import DTYPES
-from quantkit.methods import MethodOptions, gptq
-from quantkit.methods.grid import SHRINK
-from quantkit.methods.options import AwqOptions, GptqOptions, SmoothQuantOptions
+from quantkit.methods import Method
+from quantkit.methods.costing import COPIES, GroupWork, Speed
 from quantkit.methods.statistics import SAMPLE
-from quantkit.methods.steps import needs_hessian, scales_inputs
 from quantkit.passes.activations import choose_place
 from quantkit.passes.calibrated import KEPT_INNER_BYTES
 
 PROCESS_BYTES = 400_000_000  # Python with torch and transformers
 CUDA_BYTES = 600_000_000  # what a process holds on a GPU before its first tensor, and workspaces
 DISK_RATE = 500e6  # bytes a second: an ordinary SSD
-COPIES = 4  # float32 copies of H and of the stacked weights that a method works on at once
 SLACK = 1.1  # what the allocator holds beyond that: measured 0.96 to 1.2 of the sum on models of 15 and 30 M weights
 MEASURED_SECONDS = 0.03  # for each of up to seven things
-EXPERT_RUNS = 3  # of a body with experts: for the inputs of gate and up, for those of down, and for what comes after
-
-
-@dataclass(frozen=True)
-class GroupWork:
-    """The linears of one block that share an input: a stage, or one of the experts of a stage."""
-
-    inputs: int
-    layers: tuple[int, ...]  # outputs of each
-    fmt: Format | None  # None: kept as they are
-    experts: int = 1  # all alike
-    per_token: int = 1  # experts that a token goes through
-
-    @property
-    def outputs(self) -> int:
-        return sum(self.layers)
-
-    @property
-    def weights(self) -> int:
-        return self.inputs * self.outputs
-
-    @property
-    def share(self) -> float:
-        """Of all tokens, that reach one expert: about."""
-        return self.per_token / self.experts
-
-    @property
-    def forward_weights(self) -> int:
-        """That a token meets in the whole run."""
-        return self.weights * self.per_token * (1 if self.experts == 1 else EXPERT_RUNS)
 
 
 @dataclass(frozen=True)
@@ -74,7 +42,7 @@ class Work:
     source_bytes: int
     output_bytes: int
     shard_bytes: int
-    options: MethodOptions
+    method: Method
     samples: int  # 0: the method looks at no data
     seq_len: int
     device: str
@@ -118,11 +86,12 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    beside = work.hidden_bytes if place == "host" else 0
+    states = work.hidden_bytes * (2 if work.method.tunes_blocks else 1)  # the second: what a block is tuned towards
+    beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
-    working += work.hidden_bytes if place == "device" else 0
+    working += states if place == "device" else 0
     writing = 2 * min(work.shard_bytes, work.output_bytes)  # tensors of one shard, and the same as bytes of a file
-    scratch = work.hidden_bytes if place == "disk" else 0
+    scratch = states if place == "disk" else 0
     if work.device == "cpu":
         return Memory(PROCESS_BYTES + max(working + beside, writing), 0, scratch)
     return Memory(PROCESS_BYTES + max(beside, writing), CUDA_BYTES + working, scratch)
@@ -138,13 +107,13 @@ def _calibrated_bytes(work: Work) -> int:
     itemsize = work.compute_dtype.itemsize
     block = work.block_weights * (itemsize + 1)  # the weights, and a byte for each one's code until it is packed
     statistics = max(_statistics_bytes(work, group) for group in work.quantized)
-    method = max(4 * COPIES * group.weights for group in work.quantized)
+    method = max(work.method.cost_bytes(group) for group in work.quantized)
     return int(SLACK * (block + statistics + method + _batch_bytes(work) + _inner_bytes(work)))
 
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
     """Every expert has statistics of its own; the method makes copies of one at a time."""
-    matrices = COPIES + group.experts - 1 if needs_hessian(work.options) else 0
+    matrices = COPIES + group.experts - 1 if work.method.wants_hessian else 0
     sampled = min(SAMPLE * group.experts, max(SAMPLE, work.tokens * group.per_token))
     return 4 * matrices * group.inputs**2 + 4 * sampled * group.inputs
 
@@ -165,75 +134,50 @@ def _inner_bytes(work: Work) -> int:
     return max((size for size in sizes if size <= KEPT_INNER_BYTES), default=0)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What this device does, measured."""
-
-    product_flops: float  # a second, in the dtype that blocks run in
-    float32_flops: float
-    column_seconds: float  # GPTQ: for one column, and for each output in it
-    column_output_seconds: float
-    rounding_seconds: float  # for one weight: to round and decode it
-    storing_seconds: float  # to pack it and read it back
-
-
 def estimated_seconds(work: Work) -> float:
     """About how long a run takes: computing, storing, reading and writing."""
-    speed = _measure(work)
+    speed, storing_seconds = _measure(work)
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
-    total += sum(group.experts * group.weights for group in work.quantized) * speed.storing_seconds
+    total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
         forward = sum(2 * work.tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
-    return total + sum(group.experts * _group_seconds(work, group, speed) for group in work.quantized)
+    groups = Counter(work.quantized)  # blocks are mostly alike
+    return total + sum(times * group.experts * _group_seconds(work, group, speed) for group, times in groups.items())
 
 
 def _group_seconds(work: Work, group: GroupWork, speed: Speed) -> float:
-    """Statistics, the search for scales, rounding."""
-    rounding = group.weights * speed.rounding_seconds
-    if not work.samples:
-        return rounding
-    by_hessian = 2 * group.outputs * group.inputs**2 / speed.float32_flops
-    total = rounding
-    if needs_hessian(work.options):
+    """What the method does; where it wants H, its sum and the outputs' energy, which losses in the log relate to."""
+    total = work.method.cost_seconds(group, work.tokens, speed)
+    if work.method.wants_hessian:
         total += 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
-        total += 3 * by_hessian  # losses, as the log has them
-    if scales_inputs(work.options):
-        total += _search_seconds(work.options, group, rounding, by_hessian, speed)
-    if _searches_grid(work.options):
-        total += len(SHRINK) * 2 * rounding
-    if isinstance(work.options, GptqOptions):
-        columns = speed.column_seconds + group.outputs * speed.column_output_seconds
-        total += group.inputs * columns + by_hessian + 4 * group.inputs**3 / speed.float32_flops
+        total += group.hessian_flops / speed.float32_flops
     return total
 
 
-def _search_seconds(
-    options: MethodOptions, group: GroupWork, rounding: float, by_hessian: float, speed: Speed
-) -> float:
-    """Candidates for input scales, each rounded and measured."""
-    if isinstance(options, SmoothQuantOptions):
-        return (options.points + 1) * (rounding + 2 * SAMPLE * group.weights / speed.float32_flops)
-    points = options.points if isinstance(options, AwqOptions) else AwqOptions().points
-    return 2 * points * (rounding + by_hessian)
-
-
-def _searches_grid(options: MethodOptions) -> bool:
-    if isinstance(options, GptqOptions):
-        return options.grid == "search"
-    return isinstance(options, AwqOptions) and options.clip
-
-
-def _measure(work: Work) -> Speed:
+def _measure(work: Work) -> tuple[Speed, float]:
+    """The device's speed, and the seconds that it takes to pack one weight and read it back."""
     device = torch.device(work.device)
     float32 = _product_rate(device, torch.float32)
     same = work.compute_dtype == torch.float32
     largest = max(work.quantized, key=lambda group: group.weights)
-    column, output = _column_times(device) if isinstance(work.options, GptqOptions) else (0.0, 0.0)
     assert largest.fmt is not None
     rounding, storing = _weight_times(largest.fmt, (largest.outputs, largest.inputs), device)
     product = float32 if same else _product_rate(device, work.compute_dtype)
-    return Speed(product, float32, column, output, rounding, storing)
+    return Speed(device, product, float32, rounding, _Stopwatch(device)), storing
+
+
+class _Stopwatch:
+    """Measures what a method asks for, once for each name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._measured: dict[str, float] = {}
+
+    def __call__(self, name: str, work: Callable[[], object]) -> float:
+        if name not in self._measured:
+            self._measured[name] = _seconds(work, self._device)
+        return self._measured[name]
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -241,21 +185,6 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = 1024 if device.type == "cpu" else 4096
     matrix = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
-
-
-def _column_times(device: torch.device) -> tuple[float, float]:
-    """(seconds for one column, seconds more for each output): two layers of different height, as GPTQ rounds them."""
-    few, many = 256, 2048
-    low, high = _column_seconds(few, device), _column_seconds(many, device)
-    slope = max(high - low, 0.0) / (many - few)
-    return max(low - few * slope, 0.0), slope
-
-
-def _column_seconds(outputs: int, device: torch.device) -> float:
-    columns = gptq.BLOCK
-    weight, hessian = torch.randn(outputs, columns, device=device), torch.eye(columns, device=device)
-    fmt = CtPacked(bits=4, group_size=columns)
-    return _seconds(lambda: gptq.quantize_layer(weight, fmt, hessian), device) / columns
 
 
 def _weight_times(fmt: Format, shape: Shape, device: torch.device) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from typing import Any
 from quantkit.arch import Family
 from quantkit.errors import CannotHold, InputError, did_you_mean
 from quantkit.formats import Format, build, dialect_of
+from quantkit.methods import needs_data
 from quantkit.recipe.file import Contents, read_recipe
 
 BUNDLED = Path(__file__).parents[1] / "recipes"
@@ -55,9 +56,8 @@ class Recipe(Contents):
     @property
     def needs_data(self) -> bool:
         """Whether there is no quantizing without calibration."""
-        return (
-            self.method.build().calibrated or build(self.format.name, self.format.options, "bfloat16").needs_input_scale
-        )
+        formats = (rule.fmt for rule in self._rules("bfloat16"))  # any dtype will do
+        return needs_data(self.method.build(), formats, self.target_bits)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and logs: the name, then the keys as a recipe file has them."""

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats import FORMATS, CtPacked, build
-from quantkit.methods import METHODS, MethodOptions
+from quantkit.methods import Method, find_method, method_names
 from quantkit.recipe.parse import changed, key_of, parse
 
 KeyPath = tuple[str | int, ...]  # of a key, from the outermost in
@@ -59,8 +59,8 @@ class MethodChoice(_Choice):
 
     name: str
 
-    def build(self) -> MethodOptions:
-        return METHODS[self.name](**self.options)
+    def build(self) -> Method:
+        return find_method(self.name)(**self.options)
 
 
 class FormatChoice(_Choice):
@@ -138,9 +138,7 @@ def _in_long_form(contents: dict[str, Any]) -> dict[str, Any]:
 def _checked(contents: dict[str, Any], source: Source) -> Contents:
     recipe = _validated(Contents, contents, (), Contents.model_fields, source)
     _check_filled({key: contents[key] for key in ("target_bits", "calibration") if key in contents}, (), source)
-    _check_name("method", recipe.method.name, METHODS, source)
-    method = recipe.method.name
-    _check_options(recipe.method, METHODS[method], f"method '{method}'", ("method",), recipe.method.build, source)
+    _check_method(recipe.method, source)
     _check_name("format.name", recipe.format.name, FORMATS, source)
     _check_format_options(recipe.format, {}, recipe.format.name, ("format",), source)
     for index, override in enumerate(recipe.overrides):
@@ -168,6 +166,15 @@ def _check_filled(contents: dict[str, Any], path: KeyPath, source: Source) -> No
 def _check_name(path: str, given: str, known: Iterable[str], source: Source) -> None:
     if given not in known:
         raise source.error(path, f"'{path}' is '{given}', which is not known; {did_you_mean(given, known)}")
+
+
+def _check_method(choice: MethodChoice, source: Source) -> None:
+    _check_name("method", choice.name, method_names(), source)
+    try:
+        kind = find_method(choice.name)
+    except InputError as error:
+        raise source.error("method", str(error)) from error
+    _check_options(choice, kind, f"method '{choice.name}'", ("method",), choice.build, source)
 
 
 def _check_pattern(path: str, pattern: str, source: Source) -> None:
@@ -217,7 +224,9 @@ def _check_options(
 ) -> None:
     """Types first, by the annotations of the dataclass that the options are for; then the values, by building it."""
     hints = get_type_hints(kind)
-    fields: dict[str, Any] = {field.name: (hints[field.name], None) for field in dataclasses.fields(kind)}
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if _is_required(field) else None) for field in dataclasses.fields(kind)
+    }
     model = create_model(kind.__name__, __config__=_CLOSED, **fields)
     _validated(model, choice.options, path, (*type(choice).model_fields, *fields), source, owner)
     where = _dotted(path)
@@ -228,6 +237,10 @@ def _check_options(
         if option in fields:
             raise source.error(f"{where}.{option}", f"'{where}.{option}' {rule}") from error
         raise source.error(where, f"'{where}': {error}") from error
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _validated(

@@ -5,7 +5,7 @@ Embedding, head and norms are the target's own; only the linear layers exist twi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,8 @@ def make_self_draft(
         )
     plan = chosen.plan(family_of(target.config), target.config, target.dtype)
     formats = {module: fmt for module, fmt in plan.items() if fmt is not None}
-    rounded = _Rounded(target, formats)
+    method = chosen.method.build()
+    rounded = _Rounded(target, formats, lambda weight, fmt: method.round_without_data(weight, fmt).quantized)
 
     def load(whole: Weights) -> Weights:
         return replace(whole, blocks=load_blocks(rounded, config, dtype, device))
@@ -47,11 +48,16 @@ def make_self_draft(
 class _Rounded(Checkpoint):
     """A checkpoint whose linear layers are quantized when they are read, whatever they were."""
 
-    def __init__(self, whole: Checkpoint, formats: Mapping[str, Format]) -> None:
+    def __init__(
+        self,
+        whole: Checkpoint,
+        formats: Mapping[str, Format],
+        round_weight: Callable[[torch.Tensor, Format], QuantizedWeight],
+    ) -> None:
         self.folder = whole.folder
         self.config = whole.config
         self.tensors = whole.tensors
-        self._whole = whole
+        self._whole, self._round = whole, round_weight
         self.__dict__["formats"] = dict(formats)  # instead of those that the files are in
 
     def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
@@ -59,7 +65,7 @@ class _Rounded(Checkpoint):
             weight = self._whole.weight(module, torch.float32, device)
         else:
             weight = self._whole.tensor(f"{module}.weight").to(device).float()
-        return self.formats[module].quantize(weight)
+        return self._round(weight, self.formats[module])
 
     def nbytes(self, config: ModelConfig) -> int:
         """Of the layers that exist twice."""

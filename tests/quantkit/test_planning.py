@@ -13,9 +13,11 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import CtPacked, Gptq, Nf4
 from quantkit.inspection import inspect_checkpoint
-from quantkit.methods.options import GptqOptions, RtnOptions
+from quantkit.methods.costing import EXPERT_RUNS, GroupWork
+from quantkit.methods.gptq import GptqMethod
+from quantkit.methods.rtn import RtnMethod
 from quantkit.planning import QuantizePlan, describe, layer_bytes, make_plan
-from quantkit.planning.costs import EXPERT_RUNS, GroupWork, Work, peak_memory
+from quantkit.planning.costs import Work, peak_memory
 from quantkit.recipe import list_recipes, load_recipe
 
 DATA_FREE = [recipe.name for recipe in list_recipes() if not recipe.needs_data]
@@ -116,7 +118,7 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
         source_bytes=141 * 10**9,
         output_bytes=40 * 10**9,
         shard_bytes=10**9,
-        options=GptqOptions(),
+        method=GptqMethod(),
         samples=128,
         seq_len=512,
         device="cpu",
@@ -126,7 +128,7 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     block_bytes = 4 * sum(group.weights for group in block)
     largest_hessian = 4 * 28672**2
     assert block_bytes + 3 * largest_hessian < one.ram < 40e9
-    assert peak_memory(replace(work, options=RtnOptions(), samples=0)).ram < 6e9
+    assert peak_memory(replace(work, method=RtnMethod(), samples=0)).ram < 6e9
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:
@@ -143,7 +145,7 @@ def test_experts_count_in_whichever_block_they_stand() -> None:
         source_bytes=10**6,
         output_bytes=10**6,
         shard_bytes=10**6,
-        options=GptqOptions(),
+        method=GptqMethod(),
         samples=16,
         seq_len=128,
         device="cpu",

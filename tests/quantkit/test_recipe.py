@@ -256,16 +256,17 @@ def test_the_manual_lists_every_option_of_every_method_with_its_default() -> Non
     manual = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     table = manual.split("## Methods")[1].split("\n## ")[0]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:4]] for line in table.splitlines() if line[:2] == "| "]
-    method, listed = "", []
+    method = ""
+    listed: dict[str, list[tuple[str, str]]] = {}
     for name, option, default in rows[1:]:
         method = name or method
+        listed.setdefault(method, [])
         if option and option != "none":
-            listed.append((method, option, default))
-    assert listed == [
-        (name, field.name, str(field.default).lower())
-        for name, options in METHODS.items()
-        for field in dataclasses.fields(options)
-    ]
+            listed[method].append((option, default))
+    assert listed == {
+        name: [(field.name, str(field.default).lower()) for field in dataclasses.fields(kind)]
+        for name, kind in METHODS.items()
+    }
 
 
 def test_the_examples_of_the_manual_are_recipes(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.methods.options import AwqOptions, GptqOptions, RtnOptions
+from quantkit.methods.awq import AwqMethod
+from quantkit.methods.gptq import GptqMethod
+from quantkit.methods.rtn import RtnMethod
 from quantkit.recipe import Recipe, load_recipe
 
 PLAIN = """\
@@ -229,26 +231,26 @@ def test_option_of_the_old_format_is_named_after_a_change_of_format() -> None:
 @pytest.mark.parametrize("text", [PLAIN, PLAIN.replace("rtn", "{name: rtn}")])
 def test_methods_short_and_long_form_mean_the_same(tmp_path: Path, text: str) -> None:
     recipe = load(tmp_path, text)
-    assert (recipe.method.name, recipe.method.options, recipe.method.build()) == ("rtn", {}, RtnOptions())
+    assert (recipe.method.name, recipe.method.options, recipe.method.build()) == ("rtn", {}, RtnMethod())
     assert recipe.to_dict()["method"] == "rtn"
 
 
 def test_method_options_are_built(tmp_path: Path) -> None:
-    assert load(tmp_path, LONG).method.build() == GptqOptions(damping=0.05)
-    assert load(tmp_path, PLAIN.replace("rtn", "gptq")).method.build() == GptqOptions()
+    assert load(tmp_path, LONG).method.build() == GptqMethod(damping=0.05)
+    assert load(tmp_path, PLAIN.replace("rtn", "gptq")).method.build() == GptqMethod()
     options = load(tmp_path, PLAIN.replace("rtn", "{name: awq, points: 5, clip: false}")).method.build()
-    assert options == AwqOptions(points=5, clip=False)
+    assert options == AwqMethod(points=5, clip=False)
 
 
 def test_changes_of_the_method(tmp_path: Path) -> None:
     """Options can be added to the short form; a bare name replaces the method with all its options."""
     short = PLAIN.replace("rtn", "gptq")
-    assert load(tmp_path, short, ["method.damping=0.1"]).method.build() == GptqOptions(damping=0.1)
-    assert load(tmp_path, short, ["method.damping=1e-3"]).method.build() == GptqOptions(damping=0.001)
+    assert load(tmp_path, short, ["method.damping=0.1"]).method.build() == GptqMethod(damping=0.1)
+    assert load(tmp_path, short, ["method.damping=1e-3"]).method.build() == GptqMethod(damping=0.001)
     assert load(tmp_path, LONG, ["method.order=desc_act"]).method.options == {"damping": 0.05, "order": "desc_act"}
-    assert load(tmp_path, LONG, ["method=rtn"]).method.build() == RtnOptions()
+    assert load(tmp_path, LONG, ["method=rtn"]).method.build() == RtnMethod()
     changed = load(tmp_path, PLAIN, ["method=gptq", "method.damping=0.2"])
-    assert changed.method.build() == GptqOptions(damping=0.2)
+    assert changed.method.build() == GptqMethod(damping=0.2)
     assert "unknown key 'method.damping' for method 'rtn'" in error_of(tmp_path, LONG, ["method.name=rtn"])
 
 
@@ -266,4 +268,4 @@ def test_calibration_and_target_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["1e-2", "1E-2", "1.e-2", ".1e-1", "+1e-2", "0.01", "1.0e-2"])
 def test_numbers_with_exponents_are_numbers(tmp_path: Path, number: str) -> None:
-    assert load(tmp_path, LONG.replace("0.05", number)).method.build() == GptqOptions(damping=0.01)
+    assert load(tmp_path, LONG.replace("0.05", number)).method.build() == GptqMethod(damping=0.01)

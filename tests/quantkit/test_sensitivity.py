@@ -15,8 +15,9 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
 from quantkit.formats import CtPacked, IntegerFormat
-from quantkit.methods import MethodOptions
-from quantkit.methods.options import GptqOptions, RtnOptions
+from quantkit.methods import Method
+from quantkit.methods.gptq import GptqMethod
+from quantkit.methods.rtn import RtnMethod
 from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
 from quantkit.passes import sensitivity
 from quantkit.passes.sensitivity import SCORED, SensitivityPass
@@ -48,12 +49,12 @@ def small_model(family: Family, folder: Path) -> torch.nn.Module:
 
 
 def sensitivities(
-    folder: Path, scratch: Path, tokens: Tensor, options: MethodOptions, modules: str = "", fmt: IntegerFormat = W3
+    folder: Path, scratch: Path, tokens: Tensor, method: Method, modules: str = "", fmt: IntegerFormat = W3
 ) -> list[Sensitivity]:
     source = Checkpoint(folder)
     family = family_of(source.config)
     chosen = {name: fmt for name in family.linears(source.config) if modules in name}
-    return SensitivityPass(source, family, chosen, options, "cpu", scratch).run(tokens, 3.5)
+    return SensitivityPass(source, family, chosen, method, "cpu", scratch).run(tokens, 3.5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3"])
@@ -63,7 +64,7 @@ def test_streams_equal_a_whole_model_with_one_group_rounded(
     monkeypatch.setattr(sensitivity, "fast_products", lambda _: nullcontext())  # the whole model has none
     model = small_model(FAMILIES[name], tmp_path)
     tokens = torch.randint(1, 96, (4 * SCORED, 24))
-    found = sensitivities(tmp_path, tmp_path, tokens, RtnOptions())
+    found = sensitivities(tmp_path, tmp_path, tokens, RtnMethod())
     stages = [modules for layer in FAMILIES[name].linears_by_stage(SIZES) for modules in layer]
     assert [each.modules for each in found] == stages
     with torch.no_grad():
@@ -82,11 +83,11 @@ def test_streams_equal_a_whole_model_with_one_group_rounded(
 def test_streams_on_disk_and_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_model(FAMILIES["llama"], tmp_path)
     tokens = torch.randint(1, 96, (6, 24))
-    in_memory = sensitivities(tmp_path, tmp_path, tokens, GptqOptions())
+    in_memory = sensitivities(tmp_path, tmp_path, tokens, GptqMethod())
     monkeypatch.setattr(sensitivity, "choose_place", lambda *_: "disk")
     source = Checkpoint(tmp_path)
     chosen = dict.fromkeys(FAMILIES["llama"].linears(source.config), W3)
-    work = SensitivityPass(source, FAMILIES["llama"], chosen, GptqOptions(), "cpu", tmp_path)
+    work = SensitivityPass(source, FAMILIES["llama"], chosen, GptqMethod(), "cpu", tmp_path)
     seen = []
 
     def look(item: str, total: int) -> None:
@@ -104,18 +105,18 @@ def test_long_sequences_are_cut_and_few_are_enough(tmp_path: Path, monkeypatch: 
     tokens = torch.randint(1, 96, (2, 50))
     monkeypatch.setattr(sensitivity, "LENGTH", 24)
     pieces = torch.cat([tokens[:, :24], tokens[:, 24:48]])
-    assert sensitivities(tmp_path, tmp_path, tokens, GptqOptions()) == sensitivities(
-        tmp_path, tmp_path, pieces, GptqOptions()
+    assert sensitivities(tmp_path, tmp_path, tokens, GptqMethod()) == sensitivities(
+        tmp_path, tmp_path, pieces, GptqMethod()
     )
-    one = sensitivities(tmp_path, tmp_path, tokens[:1, :24], GptqOptions())
+    one = sensitivities(tmp_path, tmp_path, tokens[:1, :24], GptqMethod())
     assert all(each.kl > 0 for each in one)
 
 
 def test_kept_layers_are_not_measured(tmp_path: Path) -> None:
     small_model(FAMILIES["llama"], tmp_path)
     tokens = torch.randint(1, 96, (6, 24))
-    every = sensitivities(tmp_path, tmp_path, tokens, RtnOptions())
-    some = sensitivities(tmp_path, tmp_path, tokens, RtnOptions(), modules="layers.1.mlp")
+    every = sensitivities(tmp_path, tmp_path, tokens, RtnMethod())
+    some = sensitivities(tmp_path, tmp_path, tokens, RtnMethod(), modules="layers.1.mlp")
     assert [each.modules[0] for each in some] == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"]
     assert some == every[6:8]
 
@@ -125,7 +126,7 @@ def test_inputs_that_are_not_finite_name_the_layer(tmp_path: Path) -> None:
     model.get_submodule("model.layers.1.mlp.up_proj").weight.data.fill_(1e30)
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"^model\.layers\.1\.mlp\.down_proj: "):
-        sensitivities(tmp_path, tmp_path, torch.randint(1, 96, (6, 24)), GptqOptions())
+        sensitivities(tmp_path, tmp_path, torch.randint(1, 96, (6, 24)), GptqMethod())
 
 
 def test_predictions_hold_for_schemes_that_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +134,10 @@ def test_predictions_hold_for_schemes_that_were_not_measured(tmp_path: Path, mon
     folder = model_folder("demo")
     tokens = Calibration(samples=12, seq_len=128).tokens(load_tokenizer(folder), 128)
     fmt = CtPacked(bits=3, group_size=64)
-    predicted = sensitivities(folder, tmp_path, tokens, GptqOptions(), "layers.2.", fmt)
+    predicted = sensitivities(folder, tmp_path, tokens, GptqMethod(), "layers.2.", fmt)
     for other, least, most in ((replace(fmt, bits=4, group_size=128), 0.75, 1.3), (replace(fmt, bits=2), 0.8, 1.8)):
         monkeypatch.setattr(sensitivity, "probe_for", lambda *_, other=other: other)
-        measured = sensitivities(folder, tmp_path, tokens, GptqOptions(), "layers.2.", fmt)
+        measured = sensitivities(folder, tmp_path, tokens, GptqMethod(), "layers.2.", fmt)
         for one, another in zip(predicted, measured, strict=True):
             assert least < another.kl / one.divergence(other) < most, (one.modules, other)
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Gptq, IntegerFormat, Nf4
-from quantkit.methods.awq import LARGEST, candidates, search_scales
-from quantkit.methods.options import AwqOptions, GptqOptions
+from quantkit.methods.awq import AwqMethod, candidates, search_scales
+from quantkit.methods.gptq import GptqMethod
+from quantkit.methods.method import LARGEST_SCALE
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import choose_scales, round_weight
 from quantkit.passes.folding import tied_heads
 
 Layers = Callable[..., tuple[Tensor, Tensor]]
@@ -85,7 +85,7 @@ def test_candidates_have_geometric_mean_one_and_fit_16_bits(layer: Layers) -> No
     inputs[:, 3] *= 1e9
     inputs[:, 9] = 0
     for scales in candidates(weight, inputs.T @ inputs, 4, 64):
-        assert 1 / LARGEST <= float(scales.min()) <= float(scales.max()) <= LARGEST
+        assert 1 / LARGEST_SCALE <= float(scales.min()) <= float(scales.max()) <= LARGEST_SCALE
 
 
 @pytest.mark.parametrize(("value_heads", "queries"), [(1, 8), (2, 4), (4, 2), (8, 1)])
@@ -115,9 +115,9 @@ def test_layers_that_calibration_never_reached(layer: Layers) -> None:
     weight, _ = layer(8)
     unseen = InputStatistics(weight.shape[1])
     unseen.add(torch.zeros(10, weight.shape[1]))
-    choice = choose_scales(AwqOptions(points=4), weight, Awq(), unseen, untied)
+    choice = AwqMethod(points=4).choose_scales(weight, Awq(), unseen, untied)
     assert choice.loss >= choice.identity_loss  # what tells the pass to leave the layer before alone
-    rounded = round_weight(AwqOptions(), weight, Awq(), unseen)
+    rounded = AwqMethod().round(weight, Awq(), unseen)
     assert torch.equal(rounded.quantized.dequantize(), Awq().quantize(weight).dequantize())
     assert "never reached" in str((rounded.notes or {})["warning"])
 
@@ -127,9 +127,9 @@ def test_clipping_is_never_worse_row_by_row(layer: Layers, fmt: IntegerFormat) -
     weight, inputs = layer(9)
     seen = InputStatistics(weight.shape[1])
     seen.add(inputs)
-    plain = round_weight(AwqOptions(clip=False), weight, fmt, seen)
+    plain = AwqMethod(clip=False).round(weight, fmt, seen)
     assert torch.equal(plain.quantized.dequantize(), fmt.quantize(weight).dequantize())
-    clipped = round_weight(AwqOptions(), weight, fmt, seen)
+    clipped = AwqMethod().round(weight, fmt, seen)
     assert clipped.loss is not None
     assert plain.loss is not None
     assert bool((clipped.loss <= plain.loss).all())
@@ -138,7 +138,7 @@ def test_clipping_is_never_worse_row_by_row(layer: Layers, fmt: IntegerFormat) -
     assert not clipped.notes
 
 
-@pytest.mark.parametrize("options", [AwqOptions(), GptqOptions(scaling="awq")])
-def test_tables_are_refused(options: AwqOptions | GptqOptions) -> None:
+@pytest.mark.parametrize("method", [AwqMethod(), GptqMethod(scaling="awq")])
+def test_tables_are_refused(method: AwqMethod | GptqMethod) -> None:
     with pytest.raises(InputError, match="'awq' needs a format with an integer grid, not 'nf4'"):
-        choose_scales(options, torch.randn(8, 64), Nf4(), InputStatistics(64), untied)
+        method.choose_scales(torch.randn(8, 64), Nf4(), InputStatistics(64), untied)

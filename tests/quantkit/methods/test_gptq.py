@@ -9,12 +9,10 @@ from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats import CtPacked, Gptq, IntegerFormat, IntegerWeight, Nf4
-from quantkit.methods.gptq import inverse_factor, quantize_layer
+from quantkit.methods.gptq import GptqMethod, inverse_factor, quantize_layer
 from quantkit.methods.grid import search_grid
 from quantkit.methods.losses import output_loss
-from quantkit.methods.options import GptqOptions
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import round_weight
 
 Layers = Callable[..., tuple[Tensor, Tensor]]
 
@@ -81,7 +79,7 @@ def test_equals_the_textbook(layer: Layers, fmt: IntegerFormat, order: str, grid
     """Float32 may break a tie the other way, and the columns behind it follow; the loss stays what it is."""
     weight, inputs = layer(ORDERS.index(order))
     hessian = inputs.T @ inputs
-    ours = quantize_layer(weight, fmt, hessian, GptqOptions(order=order, grid=grid))
+    ours = quantize_layer(weight, fmt, hessian, GptqMethod(order=order, grid=grid))
     target = grid_of(weight, hessian, fmt, order, grid)
     expected = textbook(weight, hessian, target, order != "none", ours.damping)
     steps = (ours.quantized.dequantize() - expected).abs() / target.scales.float()[:, target.input_groups()]
@@ -94,7 +92,7 @@ def test_equals_the_textbook(layer: Layers, fmt: IntegerFormat, order: str, grid
 @every_order
 def test_identity_hessian_is_plain_rounding(layer: Layers, fmt: IntegerFormat, order: str) -> None:
     weight, _ = layer(3)
-    result = quantize_layer(weight, fmt, torch.eye(weight.shape[1]), GptqOptions(order=order, grid="minmax"))
+    result = quantize_layer(weight, fmt, torch.eye(weight.shape[1]), GptqMethod(order=order, grid="minmax"))
     assert torch.equal(result.quantized.codes, fmt.quantize(weight).codes)
     assert torch.equal(result.quantized.dequantize(), fmt.quantize(weight).dequantize())
 
@@ -106,7 +104,7 @@ def test_no_row_is_worse_than_plainly_rounded(layer: Layers, fmt: IntegerFormat,
     for seed in range(3):
         weight, inputs = layer(seed, inputs=128)
         hessian = inputs.T @ inputs
-        result = quantize_layer(weight, fmt, hessian, GptqOptions(order=order, grid=grid))
+        result = quantize_layer(weight, fmt, hessian, GptqMethod(order=order, grid=grid))
         ours = row_losses(weight, result.quantized.dequantize(), hessian)
         plain = row_losses(weight, fmt.quantize(weight).dequantize(), hessian)
         assert bool((ours <= plain * 1.001).all())
@@ -121,7 +119,7 @@ def test_rows_that_plain_rounding_serves_better_are_plainly_rounded(order: str) 
     generator = torch.Generator().manual_seed(7)
     weight, inputs = torch.randn(48, 64, generator=generator), torch.randn(8192, 64, generator=generator)
     fmt = CtPacked(group_size=-1)
-    result = quantize_layer(weight, fmt, inputs.T @ inputs, GptqOptions(order=order, grid="minmax"))
+    result = quantize_layer(weight, fmt, inputs.T @ inputs, GptqMethod(order=order, grid="minmax"))
     assert bool((result.loss <= result.rounding_loss).all())
     plain = (result.quantized.codes == fmt.quantize(weight).codes).all(1)
     assert 0 < int(plain.sum()) < len(weight)
@@ -131,14 +129,14 @@ def test_rows_that_plain_rounding_serves_better_are_plainly_rounded(order: str) 
 @pytest.mark.parametrize("grid", ["minmax", "search"])
 def test_scattered_groups_lose_less_than_plain_rounding(layer: Layers, fmt: IntegerFormat, grid: str) -> None:
     weight, inputs = layer(2)
-    result = quantize_layer(weight, fmt, inputs.T @ inputs, GptqOptions(order="desc_act", grid=grid))
+    result = quantize_layer(weight, fmt, inputs.T @ inputs, GptqMethod(order="desc_act", grid=grid))
     assert float(result.loss.sum()) < 0.8 * float(result.rounding_loss.sum())
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if isinstance(fmt, Gptq)], ids=lambda fmt: fmt.describe())
 def test_scattered_groups_are_stored_and_read_back(layer: Layers, fmt: Gptq) -> None:
     weight, inputs = layer(4)
-    result = quantize_layer(weight, fmt, inputs.T @ inputs, GptqOptions(order="desc_act"))
+    result = quantize_layer(weight, fmt, inputs.T @ inputs, GptqMethod(order="desc_act"))
     stored = replace(fmt, act_order=True)
     assert torch.equal(stored.decode(stored.pack(result.quantized)), result.quantized.dequantize())
     with pytest.raises(CannotHold, match="act_order"):
@@ -149,7 +147,7 @@ def test_dead_columns(layer: Layers) -> None:
     weight, inputs = layer(4)
     inputs[:, 7] = inputs[:, 100:110] = 0
     for order in ORDERS:
-        result = quantize_layer(weight, Gptq(group_size=64), inputs.T @ inputs, GptqOptions(order=order))
+        result = quantize_layer(weight, Gptq(group_size=64), inputs.T @ inputs, GptqMethod(order=order))
         assert float(result.loss.sum()) < 0.8 * float(result.rounding_loss.sum())
         assert bool(torch.isfinite(result.quantized.dequantize()).all())
 
@@ -159,7 +157,7 @@ def test_layers_that_calibration_never_reached_are_plainly_rounded_and_say_so(la
     unseen = InputStatistics(weight.shape[1])
     unseen.add(torch.zeros(10, weight.shape[1]))
     fmt = Gptq(group_size=64)
-    rounded = round_weight(GptqOptions(), weight, fmt, unseen)
+    rounded = GptqMethod().round(weight, fmt, unseen)
     assert torch.equal(rounded.quantized.dequantize(), fmt.quantize(weight).dequantize())
     assert "never reached" in str((rounded.notes or {})["warning"])
 
@@ -186,11 +184,11 @@ def test_the_log_says_why_damping_grew() -> None:
     statistics = InputStatistics(64)
     fmt = CtPacked(group_size=-1)
     statistics.hessian = bent_identity()
-    notes = round_weight(GptqOptions(), torch.randn(8, 64), fmt, statistics).notes or {}
+    notes = GptqMethod().round(torch.randn(8, 64), fmt, statistics).notes or {}
     assert notes["damping"] == pytest.approx(0.1)
     assert "Cholesky" in str(notes["damping_reason"])
     statistics.hessian = torch.eye(64)
-    assert round_weight(GptqOptions(), torch.randn(8, 64), fmt, statistics).notes == {"damping": 0.01}
+    assert GptqMethod().round(torch.randn(8, 64), fmt, statistics).notes == {"damping": 0.01}
 
 
 def test_output_loss_is_the_squared_error_of_the_outputs(layer: Layers) -> None:

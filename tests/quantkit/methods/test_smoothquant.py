@@ -8,10 +8,8 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import CtInt8, Format, LlmInt8
-from quantkit.methods.options import SmoothQuantOptions
-from quantkit.methods.smoothquant import candidates, search_scales
+from quantkit.methods.smoothquant import SmoothQuantMethod, candidates, search_scales
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import choose_scales, round_weight
 from quantkit.passes.folding import tied_heads
 
 Layers = Callable[..., tuple[Tensor, Tensor]]
@@ -89,7 +87,7 @@ def test_rounding_itself_is_plain(layer: Layers) -> None:
     weight, inputs = layer(8, tokens=300)
     seen = InputStatistics(256, hessian=False)
     seen.add(inputs)
-    rounded = round_weight(SmoothQuantOptions(), weight, CtInt8(), seen)
+    rounded = SmoothQuantMethod().round(weight, CtInt8(), seen)
     assert torch.equal(rounded.quantized.dequantize(), CtInt8().quantize(weight).dequantize())
     assert rounded.loss is None
 
@@ -100,4 +98,4 @@ def test_only_integer_grids_can_be_divided_afterwards(layer: Layers) -> None:
     seen = InputStatistics(256, hessian=False)
     seen.add(inputs)
     with pytest.raises(InputError, match="'smoothquant' needs a format with an integer grid, not 'llm-int8'"):
-        choose_scales(SmoothQuantOptions(), weight, LlmInt8(), seen, untied)
+        SmoothQuantMethod().choose_scales(weight, LlmInt8(), seen, untied)

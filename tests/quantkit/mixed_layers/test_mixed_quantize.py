@@ -15,10 +15,11 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.formats import CtPacked, Gptq, IntegerWeight
 from quantkit.methods.arithmetic import fast_products
-from quantkit.methods.gptq import quantize_layer
-from quantkit.methods.options import AwqOptions, GptqOptions, RtnOptions
+from quantkit.methods.awq import AwqMethod
+from quantkit.methods.gptq import GptqMethod, quantize_layer
+from quantkit.methods.method import UNREACHED
+from quantkit.methods.rtn import RtnMethod
 from quantkit.methods.statistics import InputStatistics
-from quantkit.methods.steps import UNREACHED
 from quantkit.passes import CalibratedPass
 from quantkit.passes.sensitivity import SCORED, SensitivityPass
 from quantkit.passes.stage_inputs import stage_statistics
@@ -115,7 +116,7 @@ def test_gptq_rounds_an_expert_by_its_own_tokens(
     assert sum(each.tokens for each in seen) == CHOSEN * tokens.numel()
     for number, (expert, statistics) in enumerate(zip(experts, seen, strict=True)):
         weight = torch.cat([expert.gate_proj.weight, expert.up_proj.weight])
-        direct = codes(quantize_layer(weight, fmt, statistics.require_hessian(), GptqOptions()).quantized)
+        direct = codes(quantize_layer(weight, fmt, statistics.require_hessian(), GptqMethod()).quantized)
         names = [f"model.layers.1.mlp.experts.{number}.{linear}" for linear in ("gate_proj", "up_proj")]
         found = torch.cat([codes(checkpoint.quantized(name)) for name in names])
         assert float((found == direct).float().mean()) > 0.999  # sums of floats in another order
@@ -139,7 +140,7 @@ def test_an_expert_without_tokens_is_plainly_rounded_with_a_warning(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [GptqOptions(), GptqOptions(scaling="awq"), AwqOptions(points=3)])
+@pytest.mark.parametrize("options", [GptqMethod(), GptqMethod(scaling="awq"), AwqMethod(points=3)])
 def test_eight_bits_leave_the_model_as_it_was(
     options: Any, source: Path, family: Family, model: Any, tokens: Tensor, tmp_path: Path
 ) -> None:
@@ -161,7 +162,7 @@ def test_eight_bits_leave_the_model_as_it_was(
     expected = {f"model.layers.{layer}.{norm}.weight" for layer in range(LAYERS) for norm in norms}
     expected.add("model.layers.0.post_attention_layernorm.weight")  # that of the others feeds a router too
     assert changed <= expected
-    assert bool(changed) == (options != GptqOptions())
+    assert bool(changed) == (options != GptqMethod())
 
 
 @torch.no_grad()
@@ -171,7 +172,7 @@ def test_automatic_bits_measure_the_experts_of_a_stage_together(
     fmt = CtPacked(bits=3, group_size=32, dtype="float32")
     checkpoint, tokens = Checkpoint(source), torch.randint(1, 4096, (4 * SCORED, 16))
     chosen = {name: fmt for name in family.linears(checkpoint.config) if "layers.1." in name}
-    found = SensitivityPass(checkpoint, family, chosen, RtnOptions(), "cpu", tmp_path).run(tokens, 3.5)
+    found = SensitivityPass(checkpoint, family, chosen, RtnMethod(), "cpu", tmp_path).run(tokens, 3.5)
     assert [each.modules for each in found] == family.linears_by_stage(checkpoint.config)[1]
     base = model(tokens[:SCORED]).logits.flatten(0, 1)
     for name in found[3].modules:

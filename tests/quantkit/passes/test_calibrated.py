@@ -13,8 +13,11 @@ from quantkit.arch import GEMMA2, LLAMA, PHI3, QWEN2, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import CtInt8, CtPacked, Format, Gptq, LlmInt8
-from quantkit.methods import MethodOptions
-from quantkit.methods.options import AwqOptions, GptqOptions, RtnOptions, SmoothQuantOptions
+from quantkit.methods import Method
+from quantkit.methods.awq import AwqMethod
+from quantkit.methods.gptq import GptqMethod
+from quantkit.methods.rtn import RtnMethod
+from quantkit.methods.smoothquant import SmoothQuantMethod
 from quantkit.passes import CalibratedPass, QuantizedBlock, calibrated
 
 STAGES = LLAMA.stages(0, {})
@@ -24,16 +27,16 @@ LAYERS = 3
 LENGTH = 48  # tokens of a calibration sequence
 FOUR_BITS = CtPacked(group_size=32, sym=False, dtype="float32")
 EIGHT_BITS = CtPacked(bits=8, group_size=32, sym=False, dtype="float32")
-METHODS: dict[str, tuple[MethodOptions, Format]] = {
-    "gptq": (GptqOptions(), FOUR_BITS),
-    "gptq desc_act": (GptqOptions(order="desc_act"), Gptq(group_size=32, act_order=True)),
-    "gptq with scales": (GptqOptions(scaling="awq"), FOUR_BITS),
-    "awq": (AwqOptions(points=3), FOUR_BITS),
-    "smoothquant": (SmoothQuantOptions(points=3), CtInt8()),
-    "llm-int8": (RtnOptions(), LlmInt8()),
+METHODS: dict[str, tuple[Method, Format]] = {
+    "gptq": (GptqMethod(), FOUR_BITS),
+    "gptq desc_act": (GptqMethod(order="desc_act"), Gptq(group_size=32, act_order=True)),
+    "gptq with scales": (GptqMethod(scaling="awq"), FOUR_BITS),
+    "awq": (AwqMethod(points=3), FOUR_BITS),
+    "smoothquant": (SmoothQuantMethod(points=3), CtInt8()),
+    "llm-int8": (RtnMethod(), LlmInt8()),
 }
 
-every_method = pytest.mark.parametrize(("options", "fmt"), METHODS.values(), ids=METHODS)
+every_method = pytest.mark.parametrize(("method", "fmt"), METHODS.values(), ids=METHODS)
 Saver = Callable[..., Any]
 
 
@@ -47,14 +50,14 @@ class Case:
     tokens: Tensor
     scratch: Path
 
-    def begin(self, options: MethodOptions, fmt: Format, kept: tuple[str, ...] = ()) -> CalibratedPass:
-        work = self.new(options, fmt, kept)
+    def begin(self, method: Method, fmt: Format, kept: tuple[str, ...] = ()) -> CalibratedPass:
+        work = self.new(method, fmt, kept)
         work.begin(self.tokens)
         return work
 
-    def new(self, options: MethodOptions, fmt: Format, kept: tuple[str, ...] = ()) -> CalibratedPass:
+    def new(self, method: Method, fmt: Format, kept: tuple[str, ...] = ()) -> CalibratedPass:
         chosen = {name: fmt for name in self.family.linears(self.source.config) if not name.endswith(kept)}
-        return CalibratedPass(self.source, self.family, chosen, options, "cpu", self.scratch)
+        return CalibratedPass(self.source, self.family, chosen, method, "cpu", self.scratch)
 
 
 @pytest.fixture
@@ -115,8 +118,8 @@ def change_of_logits(case: Case, blocks: list[QuantizedBlock]) -> float:
 
 
 @every_method
-def test_resumes_behind_any_block(case: Case, options: MethodOptions, fmt: Format) -> None:
-    work = case.begin(options, fmt)
+def test_resumes_behind_any_block(case: Case, method: Method, fmt: Format) -> None:
+    work = case.begin(method, fmt)
     assert [len(batch) for batch in work.hidden] == [6, 6, 1]
     whole, states = [], []
     for block in work.blocks(ignore):
@@ -124,7 +127,7 @@ def test_resumes_behind_any_block(case: Case, options: MethodOptions, fmt: Forma
         states.append({name: batch.clone() for name, batch in work.states().items()})
     assert len(whole) == LAYERS
     for done in range(1, LAYERS):
-        again = case.new(options, fmt)
+        again = case.new(method, fmt)
         again.resume(case.tokens, iter(states[done - 1].values()))
         assert_equal(list(again.blocks(ignore, first=done)), whole[done:])
 
@@ -168,29 +171,27 @@ def test_some_layers_are_kept(case: Case, name: str, kept: tuple[str, ...]) -> N
 
 def test_a_block_that_is_kept_whole_is_run_as_it_is(case: Case) -> None:
     chosen = dict.fromkeys(case.family.linears(case.source.config)[7:14], FOUR_BITS)
-    work = CalibratedPass(case.source, case.family, chosen, GptqOptions(), "cpu", case.scratch)
+    work = CalibratedPass(case.source, case.family, chosen, GptqMethod(), "cpu", case.scratch)
     work.begin(case.tokens)
     assert [len(block.layers) for block in work.blocks(ignore)] == [0, 7, 0]
 
 
 @every_method
-def test_batches_do_not_matter(
-    case: Case, options: MethodOptions, fmt: Format, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = list(case.begin(options, fmt).blocks(ignore))
+def test_batches_do_not_matter(case: Case, method: Method, fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = list(case.begin(method, fmt).blocks(ignore))
     monkeypatch.setattr(calibrated, "BATCH_TOKENS", 3 * LENGTH)
-    work = case.begin(options, fmt)
+    work = case.begin(method, fmt)
     assert [len(batch) for batch in work.hidden] == [3, 3, 3, 3, 1]
     assert_alike(list(work.blocks(ignore)), expected)
 
 
 @every_method
 def test_what_does_not_fit_is_computed_twice(
-    case: Case, options: MethodOptions, fmt: Format, monkeypatch: pytest.MonkeyPatch
+    case: Case, method: Method, fmt: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = list(case.begin(options, fmt).blocks(ignore))
+    expected = list(case.begin(method, fmt).blocks(ignore))
     monkeypatch.setattr(calibrated, "KEPT_INNER_BYTES", 0)
-    assert_alike(list(case.begin(options, fmt).blocks(ignore)), expected)
+    assert_alike(list(case.begin(method, fmt).blocks(ignore)), expected)
 
 
 def assert_alike(found: list[QuantizedBlock], expected: list[QuantizedBlock]) -> None:
@@ -227,7 +228,7 @@ def test_llm_int8_lists_outlier_columns(make_case: Callable[..., Case]) -> None:
         case.model.model.layers[1].input_layernorm.weight[[5, 40]] = 60.0
     case.model.save_pretrained(case.source.folder)
     case = replace(case, source=Checkpoint(case.source.folder))
-    blocks = list(case.begin(RtnOptions(), LlmInt8()).blocks(ignore))
+    blocks = list(case.begin(RtnMethod(), LlmInt8()).blocks(ignore))
     for layer in blocks[1].layers[:3]:
         assert layer.log["outlier_columns"] == [5, 40]
 

@@ -12,7 +12,7 @@ from quantkit.arch import FAMILIES, LLAMA, QWEN3, Family
 from quantkit.blocks import BlockPart, parts_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import CtPacked, IntegerWeight
-from quantkit.methods.options import AwqOptions
+from quantkit.methods.awq import AwqMethod
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
 from quantkit.passes.group import BlockQuantizer
@@ -32,7 +32,7 @@ Saver = Callable[..., Any]
 
 def quantizer(source: Checkpoint, family: Family, layer: int) -> BlockQuantizer:
     chosen = dict.fromkeys(family.linears(source.config), FORMAT)
-    return BlockQuantizer(source, family, chosen, AwqOptions(points=4), layer, lambda _: None)
+    return BlockQuantizer(source, family, chosen, AwqMethod(points=4), layer, lambda _: None)
 
 
 def statistics(inputs: int, seed: int) -> InputStatistics:

@@ -1,0 +1,3 @@
+"""What cannot be imported."""
+
+raise RuntimeError("needs a library\nthat is not there")
