@@ -73,7 +73,8 @@ class BlockQuantizer:
         fmt = self.formats[stage.names[0]]
         linears = [block.get_submodule(name) for name in stage.names]
         try:
-            rounded, divisor, notes = self._tuned_group(stage.names), None, {}
+            rounded, divisor = self._tuned_group(stage.names), None
+            notes: dict[str, Any] = {}
             if not rounded:
                 divisor, notes = self._scale(block, stage, linears, fmt, inputs)
                 rounded = _round(self._method, [weight_of(linear).float() for linear in linears], fmt, inputs)
