@@ -77,10 +77,10 @@ def _call(choice: Choice, x: Tensor, weight: LinearWeight) -> Callable[[], Any]:
     return lambda: op.run(choice, x, weight)
 
 
-def _copy(weight: LinearWeight) -> LinearWeight:
+def _copy(weight: Any) -> Any:
+    """Of a weight, which is a frozen dataclass, with tensors of its own."""
     values = {field.name: getattr(weight, field.name) for field in fields(weight)}
-    cloned: dict[str, Any] = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
-    return replace(weight, **cloned)
+    return replace(weight, **{name: value.clone() for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def microseconds(calls: list[Callable[[], Any]], repeats: int = 10) -> float:
