@@ -13,7 +13,7 @@ others, and a norm over all tokens would be about them alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,32 +171,29 @@ def _find_folds(
     Folds into norms need no care: both norms start from the same hidden states.
     """
     found: dict[str, FoldedScales] = {}
+    count = sum(len(_linear_folds(part)) for part in original)
     for states in hidden:
-        missing = False
         for ours, theirs in zip(original, rounded, strict=True):
-            for each, read in _producer_inputs(ours, states):
-                assert each.fold is not None
-                producer = each.fold.producer
+            consumers = _linear_folds(ours)
+            reads = ours.read_by(list(consumers), states)
+            for (producer, consumer), read in zip(consumers.items(), reads, strict=True):
                 if read is None or producer in found:
-                    missing |= producer not in found
                     continue
                 stage = next(one for stage in ours.stages for one in stage.by_expert if producer in one.names)
                 served = _served_inputs(ours, theirs, stage, states, read, found)
                 outputs = _outputs(producer, (ours, theirs), (read, served))
-                scales = folded_scales(each, family, checkpoint.config, (ours.block, theirs.block), outputs)
+                scales = folded_scales(consumer, family, checkpoint.config, (ours.block, theirs.block), outputs)
                 found[producer] = found[scales.consumer] = scales
             states = ours.run(states)
-        if not missing:
+        if len(found) == 2 * count:
             break
     return found
 
 
-def _producer_inputs(part: BlockPart, hidden: Tensor) -> Iterator[tuple[Stage, Tensor | None]]:
-    """For every stage (of every expert) whose scales go into a linear: what that linear reads."""
-    for stage in part.stages:
-        if stage.fold is not None and stage.fold.kind != "norm":
-            producers = [each.fold.producer for each in stage.by_expert if each.fold is not None]
-            yield from zip(stage.by_expert, part.read_by(producers, hidden), strict=True)
+def _linear_folds(part: BlockPart) -> dict[str, Stage]:
+    """The stages, those of every expert alone, whose scales go into a linear, by the name of that linear."""
+    stages = (one for stage in part.stages for one in stage.by_expert)
+    return {one.fold.producer: one for one in stages if one.fold is not None and one.fold.kind != "norm"}
 
 
 def _drift(original: list[Tensor], drifted: list[Tensor]) -> float:

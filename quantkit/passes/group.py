@@ -65,8 +65,7 @@ class BlockQuantizer:
         """
         largest = torch.stack([seen.absmax for seen in inputs]).amax(0)
         for seen in inputs:
-            if not seen.tokens:  # its input scale must fit tokens that come when the model is served
-                seen.absmax = largest
+            seen.expect(largest)  # an expert without tokens: as the others saw them
         return [self._quantize(block, each, seen) for each, seen in zip(stage.by_expert, inputs, strict=True)]
 
     def _quantize(self, block: nn.Module, stage: Stage, inputs: InputStatistics) -> Tensor | None:

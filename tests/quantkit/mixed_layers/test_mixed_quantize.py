@@ -139,6 +139,33 @@ def test_an_expert_without_tokens_is_plainly_rounded_with_a_warning(
     assert report.quality is not None
 
 
+def test_an_expert_without_tokens_expects_what_the_others_saw(quantized: Quantized) -> None:
+    """A static input scale of 0 would silence it for the tokens that come when it is served."""
+    folder, report = quantized("fp8-static")
+    checkpoint = Checkpoint(folder)
+    assert report.warnings[0] == f"{UNREACHED_EXPERT}gate_proj: {UNREACHED}"
+    for linear in ("gate_proj", "down_proj"):
+        names = [f"model.layers.2.mlp.experts.{number}.{linear}" for number in range(EXPERTS)]
+        scales = [float(checkpoint.quantized(name).input_scale) for name in names]  # type: ignore[attr-defined]
+        assert scales[3] == max(scales[:3]) > 0
+
+
+@torch.no_grad()
+def test_a_part_runs_no_further_than_it_is_asked(source: Path, family: Family) -> None:
+    runner = BlockRunner(Checkpoint(source), family)
+    attention, _ = runner.load(1, runner.arguments(8)[1])
+    called = []
+    for name in ("q_a_proj", "q_b_proj", "o_proj"):
+        linear = attention.block.get_submodule(f"self_attn.{name}")
+        linear.register_forward_hook(lambda *_, name=name: called.append(name))
+    first, second, last = attention.stages
+    assert attention.closing == last
+    for stage, before in ((first, []), (second, ["q_a_proj"]), (last, ["q_a_proj", "q_b_proj"])):
+        called.clear()
+        attention.inputs(stage, torch.randn(1, 8, 64))
+        assert called == before
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("options", [GptqMethod(), GptqMethod(scaling="awq"), AwqMethod(points=3)])
 def test_eight_bits_leave_the_model_as_it_was(

@@ -176,6 +176,18 @@ def test_a_block_that_is_kept_whole_is_run_as_it_is(case: Case) -> None:
     assert [len(block.layers) for block in work.blocks(ignore)] == [0, 7, 0]
 
 
+def test_a_dense_block_runs_once_for_all_its_stages(case: Case) -> None:
+    """Of a batch, keys are computed once and the gate is activated once, whatever is asked about their block."""
+    work = case.begin(*METHODS["gptq"])
+    calls: list[str] = []
+    for block in work.runner.blocks:
+        for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.act_fn", "mlp.down_proj"):
+            block.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    list(work.blocks(ignore))
+    assert len(calls) == 4 * LAYERS * len(work.hidden)
+    assert {calls.count(name) for name in set(calls)} == {LAYERS * len(work.hidden)}
+
+
 @every_method
 def test_batches_do_not_matter(case: Case, method: Method, fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = list(case.begin(method, fmt).blocks(ignore))
