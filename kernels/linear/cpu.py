@@ -134,7 +134,8 @@ def pack(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuWeig
     if isinstance(quantized, IntegerWeight):
         quantized, order = _sorted_by_group(quantized)
         nibbles = _nibbles(quantized, product_dtype(dtype)) if dtype == torch.bfloat16 else None
-    input_scale = quantized if fmt.needs_input_scale else None
+    rounding = fmt.input_rounding
+    input_scale = quantized if rounding and rounding.calibrated else None
     return CpuWeight(fmt, *quantized.shape, dtype, _rows(quantized), nibbles, order, input_scale)
 
 
@@ -144,7 +145,7 @@ def matmul(x: Tensor, weight: CpuWeight, bias: Tensor | None = None, out: Tensor
     y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
     if y.numel() == 0:
         return y
-    if weight.fmt.rounds_inputs:
+    if weight.fmt.input_rounding:
         x = weight.fmt.served_inputs(x, weight.input_scale)
     if weight.order is not None:
         x = x[:, weight.order]

@@ -43,7 +43,7 @@ def check_format(options: MethodOptions, fmt: Format) -> None:
             )
     elif isinstance(options, AwqOptions):
         gptq.require_integer("awq", fmt)
-    elif isinstance(options, SmoothQuantOptions) and not (isinstance(fmt, IntegerFormat) and fmt.rounds_inputs):
+    elif isinstance(options, SmoothQuantOptions) and not (isinstance(fmt, IntegerFormat) and fmt.input_rounding):
         raise InputError(f"method 'smoothquant' is for 8-bit weights and activations (ct-int8), not for '{fmt.name}'")
 
 

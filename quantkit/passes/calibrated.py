@@ -25,6 +25,15 @@ from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 KEPT_INNER_BYTES = 512 << 20  # what lies between two linears is kept up to this size, else computed twice
 
 
+def check_folds(options: MethodOptions, family: Family) -> None:
+    """Refuses a method that scales inputs where no layer of the family could take the scales."""
+    if scales_inputs(options) and not family.folds:
+        raise InputError(
+            f"the family '{family.model_type}' has no layers that could take input scales; "
+            "use a method that needs none, such as gptq"
+        )
+
+
 class CalibratedPass:
     """The pass of one method over all blocks. `states` between blocks can be saved, and taken up again."""
 
@@ -37,11 +46,7 @@ class CalibratedPass:
         device: str,
         scratch: Path,
     ) -> None:
-        if scales_inputs(options) and not family.folds:
-            raise InputError(
-                f"the family '{family.model_type}' has no layers that could take input scales; "
-                "use a method that needs none, such as gptq"
-            )
+        check_folds(options, family)
         self.source, self.family, self.chosen, self.options = source, family, chosen, options
         self.runner = BlockRunner(source, family, device)
         self._scratch = scratch  # for activations that do not fit into memory

@@ -15,7 +15,7 @@ manual, `file.py` the reader.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from quantkit.arch import Family
 from quantkit.errors import CannotHold, InputError, did_you_mean
 from quantkit.formats import Format, build, dialect_of
+from quantkit.methods import MethodOptions
 from quantkit.recipe.file import Contents, read_recipe
 
 BUNDLED = Path(__file__).parents[1] / "recipes"
@@ -54,9 +55,8 @@ class Recipe(Contents):
     @property
     def needs_data(self) -> bool:
         """Whether there is no quantizing without calibration."""
-        return (
-            self.method.build().calibrated or build(self.format.name, self.format.options, "bfloat16").needs_input_scale
-        )
+        fmt = build(self.format.name, self.format.options, "bfloat16")
+        return needs_data(self.method.build(), (fmt,), self.target_bits)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and logs: the name, then the keys as a recipe file has them."""
@@ -125,6 +125,14 @@ class Recipe(Contents):
             dialect_of(quantized).write(quantized, [module for module, fmt in plan.items() if fmt is None])
         except CannotHold as error:
             raise CannotHold(f"recipe '{self.name}': {error}") from error
+
+
+def needs_data(options: MethodOptions, formats: Iterable[Format | None], target_bits: float | None) -> bool:
+    """Whether a run cannot do without calibration: its method, a format's scale for inputs, or the choice of bits."""
+    if options.calibrated or target_bits is not None:
+        return True
+    rounding = (None if fmt is None else fmt.input_rounding for fmt in formats)
+    return any(one is not None and one.calibrated for one in rounding)
 
 
 def list_recipes() -> list[Recipe]:

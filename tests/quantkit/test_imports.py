@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "wording": set(),
     "host_memory": set(),
+    "defaults": set(),
     "strict_yaml": set(),
     "formats": {"errors"},
     "arch": {"errors"},
@@ -44,7 +45,7 @@ ALLOWED["pipeline"] |= {"storage", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
-ALLOWED["planning"] |= {"blocks", "passes", "recipe", "reference", "wording"}
+ALLOWED["planning"] |= {"blocks", "passes", "pipeline", "wording"}
 ALLOWED["runtime"] = {
     "errors",
     "formats",
@@ -66,7 +67,7 @@ ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection",
 ALLOWED["deploy"] = {"checkpoint", "errors", "runtime", "sources", "strict_yaml", "wording"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
-EVERYWHERE = {"errors", "progress"}
+EVERYWHERE = {"defaults", "errors", "progress"}
 
 # These run on a bare GPU image.
 BARE = {"torch", "triton", "safetensors", "transformers", *sys.stdlib_module_names}

@@ -32,7 +32,7 @@ def test_parts_are_multiplied(part: str, fmt: Format) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = fmt.quantize(torch.randn(192, 640, generator=generator).mul(0.1).to(device, torch.bfloat16))
     cut = whole.cut(*PARTS[part])
-    weight = pack_eight_bit(fmt, cut) if fmt.rounds_inputs or fmt.name == "ct-float8" else pack_packed(cut)
+    weight = pack_eight_bit(fmt, cut) if fmt.input_rounding or fmt.name == "ct-float8" else pack_packed(cut)
     x = torch.randn(3, cut.shape[1], generator=generator).to(device, torch.bfloat16)
     found = run(default_choice(weight, 8, 3), x, weight).float()
     wanted = reference.linear(x.float(), fmt, cut)
