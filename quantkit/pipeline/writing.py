@@ -16,7 +16,7 @@ from quantkit.formats import Format, dialect_of
 from quantkit.pipeline.job import Job
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.model_card import CardFacts, license_of, model_card
-from quantkit.pipeline.quality import Quality, measure_quality
+from quantkit.pipeline.quality import Quality, compare_by_blocks
 from quantkit.pipeline.report import LayerReport, QuantizeReport
 from quantkit.pipeline.verification import verify_written
 
@@ -87,7 +87,7 @@ def _quality(job: Job, folder: Path) -> Quality | None:
     """What was lost; a checkpoint that computes NaN is not finished."""
     if job.quality is None:
         return None
-    found = measure_quality(job.source, Checkpoint(folder), job.family, job.quality, HELDOUT_TEXT, job.device)
+    found = compare_by_blocks(job.source, Checkpoint(folder), job.family, job.quality, HELDOUT_TEXT, job.device)
     if not found.perplexity < float("inf") and found.base_perplexity < float("inf"):
         raise QuantkitError("the quantized model computes NaN or Inf on held-out text; nothing was kept")
     return found

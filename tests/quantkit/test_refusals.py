@@ -19,6 +19,7 @@ from quantkit.storage import FolderLock
 Cli = Callable[..., tuple[int, str, str]]
 Options = tuple[object, ...]
 Case = Callable[["Room"], Options]
+MIXED = "method: rtn\nformat: {{name: {}}}\noverrides:"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -61,6 +62,26 @@ def room(tiny_model: Path, tmp_path: Path) -> Room:
     return Room(tmp_path)
 
 
+def given(recipe: str, *options: object) -> Case:
+    """A recipe's name, and more options."""
+
+    def change(room: Room) -> Options:
+        room.recipe = recipe
+        return options
+
+    return change
+
+
+def written(text: str) -> Case:
+    """A recipe of one's own."""
+
+    def change(room: Room) -> Options:
+        room.write_recipe(text)
+        return ()
+
+    return change
+
+
 def no_model(room: Room) -> Options:
     room.model = room.top / "nowhere"
     return ()
@@ -97,55 +118,6 @@ def quantized_already(room: Room) -> Options:
     return ()
 
 
-def unknown_recipe(room: Room) -> Options:
-    room.recipe = "rtn-w4g218"
-    return ()
-
-
-def unknown_key(room: Room) -> Options:
-    room.write_recipe("method: rtn\nformat: {name: gptq, groupsize: 64}")
-    return ()
-
-
-def pattern_without_layers(room: Room) -> Options:
-    room.write_recipe("method: rtn\nformat: {name: gptq}\nkeep: ['*.experts.*']")
-    return ()
-
-
-def nothing_to_quantize(room: Room) -> Options:
-    room.write_recipe("method: rtn\nformat: {name: gptq}\nkeep: ['*']")
-    return ()
-
-
-def fused_layers_apart(room: Room) -> Options:
-    room.write_recipe("method: rtn\nformat: {name: ct-packed}\noverrides: [{modules: '*.q_proj', bits: 8}]")
-    return ()
-
-
-def schemes_that_do_not_mix(room: Room) -> Options:
-    room.write_recipe("method: rtn\nformat: {name: awq}\noverrides: [{modules: '*.down_proj', group_size: 64}]")
-    return ()
-
-
-def format_that_does_not_suit(room: Room) -> Options:
-    room.recipe = "gptq-w4g128"
-    return ("--set", "format={name: nf4}")
-
-
-def scattered_groups(room: Room) -> Options:
-    room.recipe = "gptq-w4g128"
-    return ("--set", "method.order=desc_act")
-
-
-def group_size(room: Room) -> Options:
-    return ("--set", "format.group_size=96")
-
-
-def target_out_of_reach(room: Room) -> Options:
-    room.recipe = "auto-w3.5"
-    return ("--target-bits", 2)
-
-
 def missing_tensor(room: Room) -> Options:
     room.change(UP, None)
     return ()
@@ -160,14 +132,6 @@ def missing_tensor_of_a_kept_layer(room: Room) -> Options:
 def nan_outside_the_blocks(room: Room) -> Options:
     room.change("model.norm.weight", float("nan"))
     return ()
-
-
-def device(room: Room) -> Options:
-    return ("--device", "tpu")
-
-
-def shard_size(room: Room) -> Options:
-    return ("--shard-size", 0)
 
 
 def output_exists(room: Room) -> Options:
@@ -215,18 +179,6 @@ def broken_collection(room: Room) -> Options:
     return ()
 
 
-def calibrated(*options: object) -> Case:
-    def change(room: Room) -> Options:
-        room.recipe = "gptq-w4g128"
-        return options
-
-    return change
-
-
-def quality_windows(room: Room) -> Options:
-    return ("--quality-windows", -1)
-
-
 CASES: dict[str, tuple[Case, str]] = {
     "no model": (no_model, "no model at"),
     "no config.json": (no_config, "config.json is missing"),
@@ -234,21 +186,30 @@ CASES: dict[str, tuple[Case, str]] = {
     "unknown family": (unknown_family, "did you mean 'llama'"),
     "truncated weights": (truncated_weights, "truncated or corrupted"),
     "quantized already": (quantized_already, "quantized already"),
-    "unknown recipe": (unknown_recipe, "did you mean 'rtn-w4g128'"),
-    "unknown key": (unknown_key, "group_size"),
-    "pattern without layers": (pattern_without_layers, "matches no linear layer"),
-    "nothing to quantize": (nothing_to_quantize, "nothing would be quantized"),
-    "fused layers apart": (fused_layers_apart, "must share one scheme"),
-    "schemes that do not mix": (schemes_that_do_not_mix, "one group size"),
-    "format that does not suit": (format_that_does_not_suit, "integer grid"),
-    "scattered groups": (scattered_groups, "act_order"),
-    "group size": (group_size, "96 does not divide"),
-    "target out of reach": (target_out_of_reach, "choose a number in between"),
+    "unknown recipe": (given("rtn-w4g218"), "did you mean 'rtn-w4g128'"),
+    "unknown key": (written("method: rtn\nformat: {name: gptq, groupsize: 64}"), "group_size"),
+    "pattern without layers": (
+        written("method: rtn\nformat: {name: gptq}\nkeep: ['*.experts.*']"),
+        "matches no linear layer",
+    ),
+    "nothing to quantize": (written("method: rtn\nformat: {name: gptq}\nkeep: ['*']"), "nothing would be quantized"),
+    "fused layers apart": (
+        written(f"{MIXED.format('ct-packed')} [{{modules: '*.q_proj', bits: 8}}]"),
+        "must share one scheme",
+    ),
+    "schemes that do not mix": (
+        written(f"{MIXED.format('awq')} [{{modules: '*.down_proj', group_size: 64}}]"),
+        "one group size",
+    ),
+    "format that does not suit": (given("gptq-w4g128", "--set", "format={name: nf4}"), "integer grid"),
+    "scattered groups": (given("gptq-w4g128", "--set", "method.order=desc_act"), "act_order"),
+    "group size": (given("rtn-w4g128", "--set", "format.group_size=96"), "96 does not divide"),
+    "target out of reach": (given("auto-w3.5", "--target-bits", 2), "choose a number in between"),
     "missing tensor": (missing_tensor, "incomplete"),
     "missing tensor of a kept layer": (missing_tensor_of_a_kept_layer, "incomplete"),
     "NaN outside the blocks": (nan_outside_the_blocks, "NaN or Inf"),
-    "device": (device, "'tpu'"),
-    "shard size": (shard_size, "at least 1 MB"),
+    "device": (given("rtn-w4g128", "--device", "tpu"), "'tpu'"),
+    "shard size": (given("rtn-w4g128", "--shard-size", 0), "at least 1 MB"),
     "output exists": (output_exists, "--overwrite"),
     "output is a file": (output_is_a_file, "not a folder"),
     "output is no checkpoint": (output_is_no_checkpoint, "not a checkpoint"),
@@ -257,10 +218,10 @@ CASES: dict[str, tuple[Case, str]] = {
     "no text": (no_text, "none.txt"),
     "short text": (short_text, "less than one window"),
     "broken collection": (broken_collection, "'text' is 3"),
-    "sequences too long": (calibrated("--seq-len", 257), "2 to 256"),
-    "no samples": (calibrated("--samples", 0), "0 samples"),
-    "negative seed": (calibrated("--seed", -1), "seed -1"),
-    "quality windows": (quality_windows, "0 (none) or more"),
+    "sequences too long": (given("gptq-w4g128", "--seq-len", 257), "2 to 256"),
+    "no samples": (given("gptq-w4g128", "--samples", 0), "0 samples"),
+    "negative seed": (given("gptq-w4g128", "--seed", -1), "seed -1"),
+    "quality windows": (given("rtn-w4g128", "--quality-windows", -1), "0 (none) or more"),
 }
 
 
