@@ -25,10 +25,12 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.calibration import Calibration
+from quantkit.defaults import DEVICE, QUALITY_WINDOWS
 from quantkit.errors import InputError
 from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.pipeline import quantize
 from quantkit.recipe import load_recipe
+from quantkit.reference import resolve_device
 from quantkit.sources import model_folder
 
 SHARD_TENSORS = 32
@@ -83,7 +85,7 @@ def measure(
     device: str,
     samples: int,
     seq_len: int,
-    quality_windows: int = 8,
+    quality_windows: int = QUALITY_WINDOWS,
     changes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Seconds and peak memory of one run, everything included: reading, writing, verifying, measuring quality."""
@@ -118,21 +120,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=PLAIN_SHAPES)
     parser.add_argument("recipes", nargs="+", metavar="recipe")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--quality-windows", type=int, default=8)
+    parser.add_argument("--quality-windows", type=int, default=QUALITY_WINDOWS)
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipes")
     given = parser.parse_args()
     try:
+        device = resolve_device(given.device)
         for recipe in given.recipes:
             load_recipe(recipe, given.set)
     except InputError as error:  # before a model is made
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(given.shape, Path(folder, "model"), blocks=given.blocks, device=given.device)
-        options = {"device": given.device, "samples": given.samples, "seq_len": given.seq_len}
+        model = make_model(given.shape, Path(folder, "model"), blocks=given.blocks, device=device)
+        options = {"device": device, "samples": given.samples, "seq_len": given.seq_len}
         options |= {"quality_windows": given.quality_windows, "changes": given.set}
         for recipe in given.recipes:
             reading = seconds_to_read(model)

@@ -65,9 +65,13 @@ class Family:
         layers = range(_size(config, "num_hidden_layers"))
         return [[self.modules(layer, stage) for stage in self.stages(layer, config)] for layer in layers]
 
+    def linear_groups(self, config: Config) -> list[Group]:
+        """The same without the division into layers."""
+        return [linears for stages in self.linears_by_stage(config) for linears in stages]
+
     def linears(self, config: Config) -> list[str]:
         """Every linear layer inside the blocks, in forward order. `lm_head` is not among them."""
-        return [name for stages in self.linears_by_stage(config) for linears in stages for name in linears]
+        return [name for linears in self.linear_groups(config) for name in linears]
 
     def biased(self, layer: int, config: Config) -> Group:
         """The linears of a layer that have a bias."""

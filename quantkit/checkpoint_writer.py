@@ -23,10 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.checkpoint import INDEX
+from quantkit.defaults import SHARD_BYTES
 from quantkit.errors import InputError, StorageError
 from quantkit.storage import NOTHING_KEPT, storage_errors, sync
-
-DEFAULT_SHARD_BYTES = 500_000_000  # one shard is in memory twice while it is written
 
 
 class CheckpointWriter:
@@ -37,7 +36,7 @@ class CheckpointWriter:
         output: str | Path,
         *,
         overwrite: bool = False,
-        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        shard_bytes: int = SHARD_BYTES,
         expected_bytes: int = 0,
         when_full: str = NOTHING_KEPT,
     ) -> None:
@@ -125,15 +124,20 @@ class CheckpointWriter:
 
 def check_space(output: Path, needed: int) -> None:
     """Refuses to begin what the disk has no room for."""
-    parent = output.parent
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
+    free = free_space(output)
     if needed > free:
         raise StorageError(
             f"{output} needs about {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free there; "
             "free some space or choose another output folder"
         )
+
+
+def free_space(output: Path) -> int:
+    """Bytes on the disk that an output folder, and folders above it that are missing, would be made on."""
+    parent = output.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    return shutil.disk_usage(parent).free
 
 
 def check_output(output: Path, overwrite: bool) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from quantkit.arch import family_of
 from quantkit.checkpoint import Checkpoint, require_finite
-from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_output
+from quantkit.checkpoint_writer import CheckpointWriter, check_output
+from quantkit.defaults import SHARD_BYTES
 from quantkit.errors import CannotHold, InputError, QuantkitError, did_you_mean
 from quantkit.formats import FORMATS, Format, IntegerFormat, options_of
 from quantkit.pipeline.verification import fingerprint, verify_written
@@ -45,7 +46,7 @@ def convert(
     output: str | Path,
     *,
     overwrite: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     on_layer: Progress = silent,
 ) -> ConvertReport:
     """Rewrites a quantized checkpoint in another format; every decoded weight stays bit for bit the same."""

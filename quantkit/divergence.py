@@ -1,4 +1,7 @@
-"""KL divergence between two models' predictions, in pieces small enough for large vocabularies."""
+"""What quality is measured by at every token: a model's loss, and the KL divergence between two models' predictions.
+
+Both look at logits in pieces, small enough for large vocabularies.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,23 @@ from torch import Tensor
 CHUNK_VALUES = 1 << 24  # logits looked at together: 64 MB in float32, a vocabulary may have 256 thousand entries
 
 
+def pieces(logits: Tensor) -> tuple[Tensor, ...]:
+    """Logits [positions, vocabulary], a few positions at a time."""
+    found: tuple[Tensor, ...] = logits.split(max(1, CHUNK_VALUES // logits.shape[-1]))
+    return found
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of every target [positions] in nats, float64, from logits [positions, vocabulary]."""
+    rows = pieces(logits)
+    chunks = zip(rows, targets.split(len(rows[0])), strict=True)
+    found = [torch.nn.functional.cross_entropy(part.float(), wanted, reduction="none") for part, wanted in chunks]
+    return torch.cat(found).double()
+
+
 def token_divergence(base_logits: Tensor, logits: Tensor) -> Tensor:
     """KL(base || model) at every position, float64 [positions], from two logits [positions, vocabulary]."""
-    rows = max(1, CHUNK_VALUES // base_logits.shape[-1])
-    chunks = zip(base_logits.split(rows), logits.split(rows), strict=True)
+    chunks = zip(pieces(base_logits), pieces(logits), strict=True)
     return torch.cat([_divergence(base, other) for base, other in chunks])
 
 

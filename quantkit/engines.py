@@ -1,17 +1,20 @@
 """Which engines load a checkpoint, and why others will not: the rules of each, written down once.
 
 Read from the engines' sources in August 2026 (vLLM, SGLang, transformers 5.22 with gptqmodel, bitsandbytes and
-compressed-tensors). A rule is a function that yields the reasons against; no reason means that the engine loads it.
+compressed-tensors). What speaks against a format alone, the format says (`Format.refusals`), and its dialect which
+packages an engine needs; here stand the rules over several layers. No reason against means that the engine loads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, get_args
 
-from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8
-from quantkit.formats.base import name_in_block
-from quantkit.formats.bnb_4bit import Bnb4Bit
+from quantkit.formats import Dialect, Format, Refusal, dialect_of
+from quantkit.formats.base import EngineName, name_in_block
+from quantkit.formats.compressed_tensors import CompressedTensorsDialect
+from quantkit.formats.gptq import GptqDialect
 
 
 @dataclass(frozen=True)
@@ -28,83 +31,58 @@ class Layers:
         return not quantized.isdisjoint(name_in_block(module) for module in self.kept_in_blocks)
 
     @property
-    def distinct(self) -> set[Format]:
-        return set(self.formats.values())
+    def distinct(self) -> tuple[Format, ...]:
+        """In the order of their first layer."""
+        return tuple(dict.fromkeys(self.formats.values()))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one engine loads the checkpoint, with the reasons against or a remark."""
+    """Whether one engine loads the checkpoint: the reasons against, or what to install beside the engine."""
 
-    engine: str
-    loads: bool
-    remark: str
+    engine: EngineName
+    reasons: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+    @property
+    def loads(self) -> bool:
+        return not self.reasons
+
+    @property
+    def remark(self) -> str:
+        """For people: why not, or with what."""
+        return "; ".join(self.reasons) or (f"with {' and '.join(self.packages)}" if self.packages else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"engine": self.engine, "loads": self.loads, "remark": self.remark}
 
 
 def verdicts(layers: Layers) -> list[Verdict]:
     """One verdict per engine; a plain checkpoint loads everywhere."""
-    return [_verdict(engine, rule, layers) for engine, rule in _RULES.items()]
+    dialect = dialect_of(layers.formats) if layers.formats else None
+    refusals = list(_refusals(layers, dialect))
+    refusals += [refusal for fmt in layers.distinct for refusal in fmt.refusals()]
+    found = []
+    for engine in get_args(EngineName):
+        reasons = tuple(dict.fromkeys(refusal.reason for refusal in refusals if refusal.engine == engine))
+        packages = () if reasons or dialect is None else dialect.packages.get(engine, ())
+        found.append(Verdict(engine, reasons, packages))
+    return found
 
 
-def _verdict(engine: str, rule: Callable[[Layers], Iterator[str]], layers: Layers) -> Verdict:
-    reasons = list(dict.fromkeys(rule(layers)))
-    return Verdict(engine, not reasons, "; ".join(reasons) or _needs(engine, layers))
-
-
-def _needs(engine: str, layers: Layers) -> str:
-    """Packages that an engine wants for this kind of checkpoint."""
-    kinds = {type(fmt) for fmt in layers.distinct}
-    bnb = any(issubclass(kind, Bnb4Bit | LlmInt8) for kind in kinds)
-    if engine == "transformers":
-        if kinds & {Gptq}:
-            return "with gptqmodel and optimum"
-        if kinds & {Awq}:
-            return "with gptqmodel"
-        if bnb:
-            return "with bitsandbytes"
-        return "with compressed-tensors" if kinds else ""
-    return "with vllm-bnb-plugin" if engine == "vLLM" and bnb else ""
-
-
-def _quantkit(layers: Layers) -> Iterator[str]:
-    yield from ()
-
-
-def _transformers(layers: Layers) -> Iterator[str]:
-    gptq = {fmt for fmt in layers.distinct if isinstance(fmt, Gptq)}
-    if len(gptq) > 1:
-        yield "ignores GPTQ's per-module rules, so mixed bits load wrong; convert to compressed-tensors"
+def _refusals(layers: Layers, dialect: Dialect | None) -> Iterator[Refusal]:
+    """What speaks against the layers together."""
+    mixed, gptq = len(layers.distinct) > 1, isinstance(dialect, GptqDialect)
+    if mixed and isinstance(dialect, CompressedTensorsDialect):
+        yield Refusal("SGLang", "mixed compressed-tensors groups are not fused")
+    if mixed and gptq:
+        remedy = "convert to compressed-tensors"
+        yield Refusal("transformers", f"ignores GPTQ's per-module rules, so mixed bits load wrong; {remedy}")
+        yield Refusal("vLLM", f"matches GPTQ's per-module rules against fused names; {remedy}")
     if gptq and layers.kept_unevenly:
-        yield "reads one list of quantized layers for all blocks, but here blocks differ; convert to compressed-tensors"
-    if "lm_head" in layers.formats and gptq:
-        yield "does not read a quantized lm_head in GPTQ"
-
-
-def _vllm(layers: Layers) -> Iterator[str]:
-    if len({fmt for fmt in layers.distinct if isinstance(fmt, Gptq)}) > 1:
-        yield "matches GPTQ's per-module rules against fused names; convert to compressed-tensors"
-    for fmt in layers.distinct:
-        if isinstance(fmt, Gptq) and not (fmt.sym and fmt.bits in (4, 8)):
-            yield f"GPTQ only symmetric at 4 or 8 bits, not {fmt.describe()}; use compressed-tensors or AWQ"
-        if isinstance(fmt, Gptq | Awq) and fmt.group_size not in (-1, 32, 64, 128):
-            yield f"groups of 32, 64, 128 or a whole row only, not {fmt.group_size}"
-        if isinstance(fmt, CtPacked) and not fmt.sym and fmt.bits not in (4, 8):
-            yield f"asymmetric compressed-tensors only at 4 or 8 bits, not {fmt.bits}"
-
-
-def _sglang(layers: Layers) -> Iterator[str]:
-    for fmt in layers.distinct:
-        if isinstance(fmt, Gptq) and fmt.group_size == -1 and not fmt.sym:
-            yield "asymmetric GPTQ needs groups"
-        if isinstance(fmt, CtPacked) and fmt.bits not in (4, 8):
-            yield f"compressed-tensors weights only at 4 or 8 bits, not {fmt.bits}"
-        if isinstance(fmt, CtFloat8 | CtInt8 | CtPacked) and len(layers.distinct) > 1:
-            yield "mixed compressed-tensors groups are not fused"
-
-
-_RULES: dict[str, Callable[[Layers], Iterator[str]]] = {
-    "quantkit": _quantkit,
-    "transformers": _transformers,
-    "vLLM": _vllm,
-    "SGLang": _sglang,
-}
+        said = (
+            "reads one list of quantized layers for all blocks, but here blocks differ; convert to compressed-tensors"
+        )
+        yield Refusal("transformers", said)
+    if gptq and "lm_head" in layers.formats:
+        yield Refusal("transformers", "does not read a quantized lm_head in GPTQ")

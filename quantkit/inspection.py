@@ -37,7 +37,7 @@ class Inspection:
     engines: tuple[Verdict, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"engines": [verdict.to_dict() for verdict in self.engines]}
 
 
 def inspect_checkpoint(model: str | Path) -> Inspection:

@@ -19,8 +19,7 @@ import yaml
 from quantkit.checkpoint import Checkpoint
 from quantkit.engines import Verdict
 from quantkit.errors import InputError
-from quantkit.formats import Awq, Format, Gptq, LlmInt8
-from quantkit.formats.bnb_4bit import Bnb4Bit
+from quantkit.formats import Format, dialect_of
 from quantkit.inspection import inspect_checkpoint
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.ranks import Ranks, check_parallel
@@ -33,7 +32,6 @@ IMPORT_PATH = "quantkit.deploy.app:build"
 _PORT = 8000
 _MODELS = "/models"  # where the pods see the volume that holds local checkpoints
 _NO_FLOAT16 = ("gemma2", "gemma3_text")  # vLLM refuses the dtype for them
-_MARLIN_GROUPS = (-1, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def read_target(model: str, *, tensor: int = 1, pipeline: int = 1, max_context: 
     check_parallel(config, checkpoint, ranks)
     if max_context is not None and not 1 <= max_context <= config.max_positions:
         raise InputError(f"--max-context is {max_context}, but this model takes 1 to {config.max_positions} tokens")
-    verdicts = {verdict.engine: verdict for verdict in found.engines}
+    verdicts: dict[str, Verdict] = {verdict.engine: verdict for verdict in found.engines}
     return Target(model, folder, checkpoint, verdicts, found.bytes, ranks, max_context or config.max_positions)
 
 
@@ -132,7 +130,8 @@ def _refusal(target: Target, engine: str) -> str:
     verdict = target.verdicts[engine]
     if not verdict.loads:
         return verdict.remark
-    if target.ranks.tensor > 1 and any(isinstance(fmt, Bnb4Bit | LlmInt8) for fmt in target.formats):
+    formats = target.checkpoint.formats
+    if target.ranks.tensor > 1 and formats and not dialect_of(formats).cut_elsewhere:
         return (
             "it does not cut bitsandbytes checkpoints; use --pipeline-parallel "
             f"{target.ranks.world} instead, or another format"
@@ -145,16 +144,9 @@ def _refusal(target: Target, engine: str) -> str:
 
 def _dtype(target: Target) -> str:
     """Of activations: the checkpoint's own, and float16 where the kernels of a layout know nothing else."""
-    if any(isinstance(fmt, Gptq | Awq) and not _has_marlin(fmt) for fmt in target.formats):
+    if any(fmt.only_float16_elsewhere for fmt in target.formats):
         return "float16"
     return target.checkpoint.dtype if target.checkpoint.dtype == "float16" else "bfloat16"
-
-
-def _has_marlin(fmt: Gptq | Awq) -> bool:
-    """Whether vLLM and SGLang run a layout with their newer kernels, which take bfloat16 too."""
-    if fmt.group_size not in _MARLIN_GROUPS:
-        return False
-    return not fmt.sym if isinstance(fmt, Awq) else fmt.sym and fmt.bits in (4, 8)
 
 
 def _quantkit(target: Target) -> Launch:

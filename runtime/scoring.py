@@ -1,10 +1,12 @@
-"""Logits of every position of a text, computed as the engine computes prompts: its kernels, its pages, its budget.
+"""Logits or hidden states of every position of a text, as the engine computes prompts: its kernels, pages and budget.
 
-Generation needs the logits of the last position only. Measurements need all of them, so this runs the decoder itself,
-beside the scheduler and on pages of the same pool.
+Generation needs the logits of the last position only. Measurements need all of them, and Medusa heads learn from the
+hidden states, so this runs the decoder itself, beside the scheduler and on pages of the same pool.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,23 +25,34 @@ def score_tokens(engine: Engine, ids: Tensor, step_tokens: int | None = None) ->
     Steps of one token take the kernels of decoding, long ones those of prompts. No prefix is shared, no graph replayed.
     """
     _check(engine, ids, step_tokens)
+    logits = engine.runner.decoder.logits
     step = min(step_tokens or engine.options.budget, engine.options.budget)
+    return _run(engine, ids, step, lambda hidden: torch.cat([logits(rows) for rows in hidden.split(ROWS)]))
+
+
+def hidden_states(engine: Engine, ids: Tensor) -> Tensor:  # [tokens, hidden]
+    """What the lm head reads at every token of `ids` [tokens], through the paged cache in steps of the budget."""
+    return _run(engine, ids, engine.options.budget, lambda hidden: hidden)
+
+
+def _run(engine: Engine, ids: Tensor, step: int, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """What is read from the hidden states of every step, put together."""
     pool = engine.scheduler.pool
     pages = pool.allocate(-(-len(ids) // pool.page_size))
     if pages is None:
         raise InputError(
             f"{len(ids)} tokens need {-(-len(ids) // pool.page_size)} pages of the cache, {pool.free} are free; "
-            "score fewer tokens or give the engine more kv_tokens"
+            "use a shorter text or give the engine more kv_tokens"
         )
     try:
         table = torch.tensor(pages, dtype=torch.int32, device=engine.runner.device)
-        return torch.cat([_step(engine, ids, table, start, step) for start in range(0, len(ids), step)])
+        return torch.cat([read(_step(engine, ids, table, start, step)) for start in range(0, len(ids), step)])
     finally:
         pool.release(pages)
 
 
 def _step(engine: Engine, ids: Tensor, table: Tensor, start: int, count: int) -> Tensor:
-    """Logits behind the tokens of one step; those before `start` are in the cache."""
+    """The hidden states of one step's tokens; those before `start` are in the cache."""
     runner = engine.runner
     size, device = runner.cache.page_size, runner.device
     part = ids[start : start + count].to(device)
@@ -54,8 +67,7 @@ def _step(engine: Engine, ids: Tensor, table: Tensor, start: int, count: int) ->
         query_starts=torch.tensor([0, len(part)], dtype=torch.int32, device=device),
         max_queries=len(part),
     )
-    hidden = runner.decoder.hidden_states(batch, runner.cache)
-    return torch.cat([runner.decoder.logits(rows) for rows in hidden.split(ROWS)])
+    return runner.decoder.hidden_states(batch, runner.cache)
 
 
 def _check(engine: Engine, ids: Tensor, step_tokens: int | None) -> None:

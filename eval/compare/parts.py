@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.calibration import Calibration
+from quantkit.defaults import QUALITY_WINDOWS
 from quantkit.eval.compare.asked import LAYER_WINDOWS, SAMPLE_ANSWER, SAMPLE_PROMPT, SAMPLES, Asked, Entry
 from quantkit.eval.compare.results import FormatResult, LayerDamage, Making, Running, Sample, Size, Speed
 from quantkit.eval.compare.shape import shape_format, shape_size
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROOMY_CONTEXT = 8192  # tokens
-CARD_WINDOWS = 8  # of held-out text, for the quality in the checkpoint's own README.md
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def make(bench: Bench, result: FormatResult) -> FormatResult:
             calibration=calibration,
             device=asked.device,
             overwrite=True,
-            quality_windows=min(CARD_WINDOWS, asked.windows or CARD_WINDOWS),
+            quality_windows=min(QUALITY_WINDOWS, asked.windows or QUALITY_WINDOWS),
             on_layer=bench.on_item,
         )
         seconds = time.perf_counter() - begin

@@ -10,7 +10,6 @@ from quantkit.eval.plan.model import read_model
 from quantkit.eval.plan.weights import in_format, unquantized
 from quantkit.eval.shapes import SHAPES
 from quantkit.formats import Format
-from quantkit.planning import layer_bytes
 from quantkit.recipe import load_recipe
 
 
@@ -28,5 +27,5 @@ def shape_format(shape: str, entry: Entry) -> Format | None:
 def shape_size(shape: str, fmt: Format | None) -> Size:
     model = read_model(shape, SHAPES[shape])
     assert model.decoder is not None, "shapes are of supported families"
-    plan = unquantized(model.decoder) if fmt is None else in_format(model, shape, fmt, layer_bytes)
+    plan = unquantized(model.decoder) if fmt is None else in_format(model, shape, fmt)
     return Size(plan.bytes, round(plan.linear_bits, 4))

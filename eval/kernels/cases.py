@@ -113,7 +113,7 @@ class LinearCase:
     @property
     def rate_factor(self) -> int:
         """How many times the 16-bit rate the matrix units reach: 8-bit products run at twice that."""
-        return 2 if self.fmt is not None and self.fmt.rounds_inputs else 1
+        return 2 if self.fmt is not None and self.fmt.input_rounding else 1
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class GemLite(Contender):
         if not isinstance(problem, LinearProblem) or problem.x.device.type != "cuda":
             return False
         weight, fmt = problem.weight.quantized, problem.weight.fmt
-        weights_only = fmt is not None and not fmt.rounds_inputs
+        weights_only = fmt is not None and fmt.input_rounding is None
         return weights_only and isinstance(weight, IntegerWeight) and weight.bits in (2, 4, 8)
 
     def prepare(self, problem: Problem) -> Compute:

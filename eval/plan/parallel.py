@@ -19,7 +19,7 @@ from quantkit.eval.plan.model import Decoder, PlannedModel
 from quantkit.eval.plan.plan import Question
 from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling
 from quantkit.eval.plan.shards import ACTIVATION, Shard, shard
-from quantkit.eval.plan.weights import Chosen, LayerBytes, choose, keep, weigh
+from quantkit.eval.plan.weights import Chosen, choose, keep, weigh
 from quantkit.recipe import Recipe
 from quantkit.runtime.model.ranks import Ranks, check_parallel
 
@@ -185,7 +185,6 @@ def plan_parallel(
     question: Question,
     layouts: Sequence[Ranks],
     links: Sequence[Link],
-    layer_bytes: LayerBytes,
 ) -> ParallelPlan:
     """InputError where the model cannot be cut like this, or fits in no format."""
     if model.decoder is None:
@@ -195,7 +194,7 @@ def plan_parallel(
     formats, refused = [_spread(model.decoder, keep(model.decoder), gpu, question, layouts)], []
     for recipe in recipes:
         try:
-            formats.append(_spread(model.decoder, choose(model, recipe, layer_bytes), gpu, question, layouts))
+            formats.append(_spread(model.decoder, choose(model, recipe), gpu, question, layouts))
         except InputError as error:
             refused.append((recipe.name, error))
     if recipes and len(refused) == len(recipes):

@@ -12,7 +12,7 @@ from quantkit.eval.plan.gpus import GPUS, UNTRIED, Gpu
 from quantkit.eval.plan.memory import SEQUENCES, Fit, Reserve, fit, reserve_of
 from quantkit.eval.plan.model import Decoder, PlannedModel
 from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling, Step, stops_helping
-from quantkit.eval.plan.weights import UNQUANTIZED, LayerBytes, WeightPlan, quantized, unquantized
+from quantkit.eval.plan.weights import UNQUANTIZED, WeightPlan, quantized, unquantized
 from quantkit.recipe import Recipe
 
 # The first one is what the summary and --explain speak of.
@@ -147,16 +147,15 @@ def plan_serving(
     recipes: Sequence[Recipe],
     gpu: Gpu,
     question: Question,
-    layer_bytes: LayerBytes,
     gpus: Mapping[str, Gpu] = GPUS,
 ) -> ServingPlan:
-    """The plan for one GPU, and how many requests fit on all `gpus`. `layer_bytes` is that of `quantkit.planning`."""
+    """The plan for one GPU, and how many requests fit on all `gpus`."""
     if model.decoder is None:
         return ServingPlan(model, question, gpu, None, (), {}, tuple(_warnings(model, question, gpu, ())))
     rows, refused = [unquantized(model.decoder)], []
     for recipe in recipes:
         try:
-            rows.append(quantized(model, recipe, layer_bytes))
+            rows.append(quantized(model, recipe))
         except InputError as error:
             refused.append(f"{recipe.name} is left out: {error}")
     reserve = reserve_of(model.decoder)

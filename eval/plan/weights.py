@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import InputError
 from quantkit.eval.plan.model import Decoder, PlannedModel
-from quantkit.formats import CtFloat8, Format, Shape
+from quantkit.formats import Format, Shape
 from quantkit.recipe import Recipe
 
 UNQUANTIZED = "bf16"
 KEPT_BYTES = 2  # of a weight that stays in 16 bit
-LayerBytes = Callable[[Format, Shape], int]  # `quantkit.planning.layer_bytes`, which knows every layout
 
 
 @dataclass(frozen=True)
@@ -48,39 +47,45 @@ class Chosen:
     name: str  # of the recipe, or bf16
     scheme: str
     formats: Mapping[str, Format | None]  # by module; None: kept in 16 bit
-    layer_bytes: LayerBytes
+    target_bits: float | None = None  # on average, where each layer's own are found during the run
+
+    def nbytes(self, module: str, shape: Shape) -> int:
+        """Of one linear; InputError where its format cannot hold it."""
+        fmt, count = self.formats[module], math.prod(shape)
+        if fmt is None:
+            return KEPT_BYTES * count
+        fmt.check_layer(module, shape)
+        return fmt.nbytes(shape) if self.target_bits is None else round(self.target_bits * count / 8)
 
 
 def keep(decoder: Decoder) -> Chosen:
     """Everything in 16 bit."""
-    return Chosen(UNQUANTIZED, "16 bit", dict.fromkeys(decoder.linears), lambda fmt, shape: 0)
+    return Chosen(UNQUANTIZED, "16 bit", dict.fromkeys(decoder.linears))
 
 
-def choose(model: PlannedModel, recipe: Recipe, layer_bytes: LayerBytes) -> Chosen:
+def choose(model: PlannedModel, recipe: Recipe) -> Chosen:
     """The formats of a recipe; InputError where the recipe refuses the model."""
     decoder = _supported(model)
     chosen = recipe.plan(decoder.config.family, decoder.raw, model.dtype)
     if recipe.target_bits is None:
         schemes = ", ".join(dict.fromkeys(fmt.describe() for fmt in chosen.values() if fmt is not None))
-        return Chosen(recipe.name, schemes, chosen, layer_bytes)
-    bits = recipe.target_bits  # each layer's own are found during the run; their average is this
-    scheme = f"{bits:g} bits on average"
-    return Chosen(recipe.name, scheme, chosen, lambda _, shape: round(bits * math.prod(shape) / 8))
+        return Chosen(recipe.name, schemes, chosen)
+    return Chosen(recipe.name, f"{recipe.target_bits:g} bits on average", chosen, recipe.target_bits)
 
 
 def unquantized(decoder: Decoder) -> WeightPlan:
     return weigh(keep(decoder), decoder)
 
 
-def quantized(model: PlannedModel, recipe: Recipe, layer_bytes: LayerBytes) -> WeightPlan:
+def quantized(model: PlannedModel, recipe: Recipe) -> WeightPlan:
     """What a recipe makes of a model; InputError where the recipe or its format refuses it."""
-    return weigh(choose(model, recipe, layer_bytes), _supported(model))
+    return weigh(choose(model, recipe), _supported(model))
 
 
-def in_format(model: PlannedModel, name: str, fmt: Format, layer_bytes: LayerBytes) -> WeightPlan:
+def in_format(model: PlannedModel, name: str, fmt: Format) -> WeightPlan:
     """Every linear in one format."""
     decoder = _supported(model)
-    return weigh(Chosen(name, fmt.describe(), dict.fromkeys(decoder.linears, fmt), layer_bytes), decoder)
+    return weigh(Chosen(name, fmt.describe(), dict.fromkeys(decoder.linears, fmt)), decoder)
 
 
 def _supported(model: PlannedModel) -> Decoder:
@@ -114,23 +119,13 @@ def weigh_linears(chosen: Chosen, shapes: Mapping[str, Shape]) -> tuple[int, dic
     """Bytes of linears of these shapes, and their operations for one token by arithmetic."""
     total, operations = 0, dict[str, int]()
     for module, shape in shapes.items():
-        fmt, count = chosen.formats[module], math.prod(shape)
-        arithmetic = _arithmetic(fmt)
-        operations[arithmetic] = operations.get(arithmetic, 0) + 2 * count
-        total += KEPT_BYTES * count if fmt is None else _bytes_of(module, fmt, shape, chosen.layer_bytes)
+        arithmetic = _arithmetic(chosen.formats[module])
+        operations[arithmetic] = operations.get(arithmetic, 0) + 2 * math.prod(shape)
+        total += chosen.nbytes(module, shape)
     return total, operations
-
-
-def _bytes_of(module: str, fmt: Format, shape: Shape, layer_bytes: LayerBytes) -> int:
-    try:
-        fmt.check(shape)
-    except InputError as error:
-        raise InputError(f"{module} [{shape[0]} x {shape[1]}] as {fmt.name} {fmt.describe()}: {error}") from error
-    return layer_bytes(fmt, shape)
 
 
 def _arithmetic(fmt: Format | None) -> str:
     """Weight-only formats multiply in 16 bit; those that round the inputs too, in 8."""
-    if fmt is None or not fmt.rounds_inputs:
-        return "bf16"
-    return "fp8" if isinstance(fmt, CtFloat8) else "int8"
+    rounding = None if fmt is None else fmt.input_rounding
+    return "bf16" if rounding is None else rounding.arithmetic

@@ -7,14 +7,13 @@ happened to help; it needs far fewer tokens for a clear answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.divergence import CHUNK_VALUES, token_divergence
+from quantkit.divergence import pieces, token_divergence, token_losses
 from quantkit.errors import InputError, QuantkitError
 from quantkit.eval.quality.bootstrap import Interval, Resamples
 from quantkit.eval.quality.predictors import Predictor
@@ -156,20 +155,12 @@ def _run(
 @torch.inference_mode()
 def _losses(logits: Tensor, ids: Tensor, role: str, index: int) -> Tensor:
     """Negative log-likelihood of every predicted token, nats, float64 [tokens] on the CPU."""
-    found = []
-    for rows, targets in _chunks(logits, ids[1:].to(logits.device)):
-        if not bool(torch.isfinite(rows).all()):
-            raise QuantkitError(
-                f"the {role} gives NaN or Inf logits in window {index + 1}, no number would mean anything; its weights "
-                "are damaged or overflow in this dtype: check them with quantkit inspect, or use --dtype float32"
-            )
-        found.append(torch.nn.functional.cross_entropy(rows.float(), targets, reduction="none").double())
-    return torch.cat(found).cpu()
-
-
-def _chunks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = max(1, CHUNK_VALUES // logits.shape[-1])
-    return zip(logits.split(rows), targets.split(rows), strict=True)
+    if not all(bool(torch.isfinite(rows).all()) for rows in pieces(logits)):
+        raise QuantkitError(
+            f"the {role} gives NaN or Inf logits in window {index + 1}, no number would mean anything; its weights "
+            "are damaged or overflow in this dtype: check them with quantkit inspect, or use --dtype float32"
+        )
+    return token_losses(logits, ids[1:].to(logits.device)).cpu()
 
 
 def _comparison(losses: Tensor, compared: _Compared | None, seed: int) -> dict[str, Any]:

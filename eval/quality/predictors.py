@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
+from quantkit.defaults import WINDOW
 from quantkit.errors import InputError
 from quantkit.formats.base import check_choice
 from quantkit.progress import Progress, silent
@@ -108,7 +109,7 @@ def load_predictor(
     model: str | Path,
     backend: str = "reference",
     *,
-    window: int = 1024,
+    window: int = WINDOW,
     dtype: str | None = None,
     device: str = "cpu",
     activations: str = "served",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import cut_windows, hub_rows, token_windows
+from quantkit.defaults import WINDOW
 from quantkit.errors import InputError, StorageError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Windows:
 
 
 def read_windows(
-    tokenizer: PreTrainedTokenizerBase, source: str | Path, *, window: int = 1024, max_windows: int | None = None
+    tokenizer: PreTrainedTokenizerBase, source: str | Path, *, window: int = WINDOW, max_windows: int | None = None
 ) -> Windows:
     """Windows of a UTF-8 text file, or of `wikitext2` or `c4` through the package `datasets`.
 

@@ -146,7 +146,8 @@ def lay_out(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuW
     if isinstance(quantized, IntegerWeight):
         quantized, order = _sorted_by_group(quantized)
         nibbles = _nibbles(quantized, product_dtype(dtype)) if dtype == torch.bfloat16 else None
-    input_scale = quantized if fmt.needs_input_scale else None
+    rounding = fmt.input_rounding
+    input_scale = quantized if rounding and rounding.calibrated else None
     return CpuWeight(fmt, *quantized.shape, dtype, _rows(quantized), nibbles, order, input_scale)
 
 
@@ -161,7 +162,7 @@ def _matmul(
     y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
     if y.numel() == 0:
         return y
-    if weight.fmt.rounds_inputs:
+    if weight.fmt.input_rounding:
         x = weight.fmt.served_inputs(x, weight.input_scale)
     if weight.order is not None:
         x = x[:, weight.order]

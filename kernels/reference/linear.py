@@ -13,12 +13,12 @@ def linear(x: Tensor, fmt: Format, weight: QuantizedWeight, bias: Tensor | None 
 
     Formats that round activations too see them through `Format.served_inputs`.
     """
-    served = fmt.served_inputs(x, weight) if fmt.rounds_inputs else x
+    served = fmt.served_inputs(x, weight) if fmt.input_rounding else x
     return torch.nn.functional.linear(served, weight.dequantize(x.dtype), bias)
 
 
 def exact(x: Tensor, fmt: Format, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """The same without any rounding of its own: the number that errors are measured against, in float64."""
-    served = fmt.served_inputs(x.float(), weight) if fmt.rounds_inputs else x
+    served = fmt.served_inputs(x.float(), weight) if fmt.input_rounding else x
     result = served.double() @ weight.dequantize(torch.float32).double().mT
     return result if bias is None else result + bias.double()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.common import json_option, print_json, print_table
+from quantkit.defaults import DEVICE, WINDOW
 from quantkit.errors import InputError, QuantkitError
 from quantkit.wording import human_bytes
 
@@ -29,14 +30,14 @@ _CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder of the report; run again to go on.")
 @click.option("--text", metavar="FILE", help="Quality: a text, wikitext2 or c4; default: the held-out text that ships.")
 @click.option("--windows", default=32, show_default=True, type=click.IntRange(min=1), help="Of text, for quality.")
-@click.option("--window", default=1024, show_default=True, type=click.IntRange(min=2), help="Tokens of a window.")
+@click.option("--window", default=WINDOW, show_default=True, type=click.IntRange(min=2), help="Tokens of a window.")
 @click.option("--calibration", metavar="SOURCE", help="As --text of `quantkit quantize`, for all recipes alike.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
 @click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens of a calibration sequence.")
 @click.option("--batch", metavar="N,...", help=f"Requests at once; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}.")
 @click.option("--new-tokens", type=click.IntRange(min=1), metavar="N", help="Of an answer: 256, on a CPU 32.")
 @click.option("--no-reference", is_flag=True, help="Measure quality on quantkit's runtime only, not on transformers.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
+@click.option("--device", default=DEVICE, show_default=True, help="cpu, cuda, or auto.")
 @click.option("--seed", default=0, show_default=True, help="Of calibration, prompts and intervals.")
 @json_option
 def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **options: Any) -> None:
@@ -80,14 +81,14 @@ def _asked(model: str, options: dict[str, Any]) -> Asked:
     from quantkit.eval.compare.asked import Asked
     from quantkit.reference import resolve_device
 
-    device = resolve_device(options.get("device", "auto"))
+    device = resolve_device(options.get("device", DEVICE))
     gpu = device != "cpu"
     prompt, new = _GPU_TOKENS if gpu else _CPU_TOKENS
     return Asked(
         model=model,
         text=options.get("text") or str(HELDOUT_TEXT),
         windows=options.get("windows", 32),
-        window=options.get("window", 1024),
+        window=options.get("window", WINDOW),
         calibration_text=options.get("calibration"),
         samples=options.get("samples"),
         seq_len=options.get("seq_len"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.common import json_option, print_json, print_table, progress_bar
+from quantkit.defaults import DEVICE, WINDOW
 
 if TYPE_CHECKING:
     from quantkit.eval.quality.layer_errors import LayerErrors
@@ -24,7 +25,7 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
 @click.command("eval", short_help="Measure what a model knows, and what quantization changed.")
 @click.argument("model")
 @click.option("--text", metavar="FILE", help="A UTF-8 text, wikitext2 or c4; default: the held-out text that ships.")
-@click.option("--window", default=1024, show_default=True, metavar="N", help="Tokens per window.")
+@click.option("--window", default=WINDOW, show_default=True, metavar="N", help="Tokens per window.")
 @click.option("--max-windows", type=_COUNT, metavar="N", help="Stop after N windows; default: all.")
 @click.option("--base", metavar="MODEL", help="Also measure how far MODEL's predictions are from this one's.")
 @click.option("--kl-windows", type=_COUNT, metavar="N", help=f"Windows compared with --base; default: {_KL_WINDOWS}.")
@@ -39,7 +40,7 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
 @click.option("--exact-activations", is_flag=True,
               help="Round weights only, even where the format rounds activations too.")  # fmt: skip
 @click.option("--dtype", help="float32, bfloat16 or float16; default: float32, for the runtime on a GPU the model's.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--device", default=DEVICE, show_default=True, help="cpu, cuda, or auto: a GPU where there is one.")
 @click.option("--tensor-parallel", default=1, show_default=True, metavar="N",
               help="Runtime: GPUs among which every layer is divided.")  # fmt: skip
 @click.option("--pipeline-parallel", default=1, show_default=True, metavar="N",
@@ -63,7 +64,10 @@ def command(model: str, base: str | None, tasks: str | None, as_json: bool, **op
     Protocol: text as it is, no special tokens, windows do not overlap, the first token of a window is not scored.
     docs/eval.md says which number to look at.
     """
+    from quantkit.reference import resolve_device
+
     asked_of_tasks = {name: options.pop(name) for name in _TASK_OPTIONS}
+    options["device"] = resolve_device(options["device"])
     if tasks is not None:
         _evaluate_tasks(model, tasks, asked_of_tasks, options | {"base": base}, as_json)
         return

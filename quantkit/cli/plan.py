@@ -91,11 +91,10 @@ def _plan(model: str, names: list[str], gpu: Gpu, question: Question) -> Serving
     from quantkit.eval.plan.model import read_model
     from quantkit.eval.plan.plan import DEFAULT_RECIPES, plan_serving
     from quantkit.eval.plan.source import find_config
-    from quantkit.planning import layer_bytes
     from quantkit.recipe import load_recipe
 
     recipes = [load_recipe(name) for name in names or DEFAULT_RECIPES if name != "bf16"]
-    return plan_serving(read_model(*find_config(model)), recipes, gpu, question, layer_bytes)
+    return plan_serving(read_model(*find_config(model)), recipes, gpu, question)
 
 
 def _plan_parallel(
@@ -106,7 +105,6 @@ def _plan_parallel(
     from quantkit.eval.plan.parallel import plan_parallel
     from quantkit.eval.plan.plan import DEFAULT_RECIPES
     from quantkit.eval.plan.source import find_config
-    from quantkit.planning import layer_bytes
     from quantkit.recipe import load_recipe
     from quantkit.runtime.model.ranks import Ranks
 
@@ -115,7 +113,7 @@ def _plan_parallel(
     layouts = [Ranks(tensor, pipeline) for tensor in tensors for pipeline in stages]
     links = [find_link(word.strip()) for word in (layout[2] or DEFAULT_LINKS).split(",") if word.strip()]
     recipes = [load_recipe(name) for name in names or DEFAULT_RECIPES if name != "bf16"]
-    return plan_parallel(read_model(*find_config(model)), recipes, gpu, question, layouts, links, layer_bytes)
+    return plan_parallel(read_model(*find_config(model)), recipes, gpu, question, layouts, links)
 
 
 def _print_parallel(plan: ParallelPlan, note: str, *, explained: bool, as_json: bool) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli.common import json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_MB
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.calibration import Calibration
     from quantkit.pipeline.report import QuantizeReport
-    from quantkit.recipe import Recipe
+    from quantkit.planning import QuantizePlan
 
 
 @click.command("quantize", short_help="Quantize a model into a new folder.")
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 @click.option("--samples", type=int, metavar="N", help="Calibration sequences; default: the recipe's, else 128.")
 @click.option("--seq-len", type=int, metavar="N", help="Tokens per calibration sequence; default: 512.")
 @click.option("--seed", type=int, metavar="N", help="Which sequences of the text are taken; default: 0.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto: a GPU where there is one.")
+@click.option("--device", default=DEVICE, show_default=True, help="cpu, cuda, or auto: a GPU where there is one.")
 @click.option(
     "--quality-windows",
-    default=8,
+    default=QUALITY_WINDOWS,
     show_default=True,
     metavar="N",
     help="Windows of held-out text to measure the result on; 0: do not measure.",
 )
-@click.option("--shard-size", default=1000, show_default=True, metavar="MB", help="Largest weight file to write.")
+@click.option("--shard-size", default=SHARD_MB, show_default=True, metavar="MB", help="Largest weight file to write.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be done, what it needs, and who loads the result.")
 @click.option("--restart", is_flag=True, help="Throw away what an interrupted run has finished.")
 @overwrite_option
@@ -70,6 +70,8 @@ def command(
     """
     from quantkit.calibration import Calibration
     from quantkit.pipeline import quantize
+    from quantkit.pipeline.job import prepare
+    from quantkit.planning import make_plan
     from quantkit.recipe import load_recipe
     from quantkit.reference import resolve_device
 
@@ -79,45 +81,28 @@ def command(
         changes = (*changes, f"target_bits={target_bits}")
     loaded = load_recipe(recipe, changes)
     calibration = Calibration.from_recipe(loaded.calibration, source=text, samples=samples, seq_len=seq_len, seed=seed)
-    device = resolve_device(device)
+    asked: dict[str, Any] = {
+        "calibration": calibration,
+        "device": resolve_device(device),
+        "overwrite": overwrite,
+        "restart": restart,
+        "shard_bytes": shard_size * 1_000_000,
+        "quality_windows": quality_windows,
+    }
     if dry_run:
-        _print_plan(model, loaded, calibration, device, output, shard_size * 1_000_000, as_json)
+        _print_plan(make_plan(prepare(model, loaded, output, **asked)), as_json)
         return
-    with progress_bar(loaded.name, memory_of=device) as advance:
-        report = quantize(
-            model,
-            loaded,
-            output,
-            calibration=calibration,
-            device=device,
-            overwrite=overwrite,
-            restart=restart,
-            shard_bytes=shard_size * 1_000_000,
-            quality_windows=quality_windows,
-            on_layer=advance,
-        )
+    with progress_bar(loaded.name, memory_of=asked["device"]) as advance:
+        report = quantize(model, loaded, output, **asked, on_layer=advance)
     if as_json:
         print_json(report.to_dict())
     else:
         _print_report(report)
 
 
-def _print_plan(
-    model: str, recipe: Recipe, calibration: Calibration, device: str, output: str, shard_bytes: int, as_json: bool
-) -> None:
-    from quantkit.checkpoint import Checkpoint
-    from quantkit.planning import describe, make_plan
-    from quantkit.sources import model_folder
+def _print_plan(plan: QuantizePlan, as_json: bool) -> None:
+    from quantkit.planning import describe
 
-    plan = make_plan(
-        Checkpoint(model_folder(model)),
-        recipe,
-        samples=calibration.samples,
-        seq_len=calibration.seq_len,
-        device=device,
-        output=output,
-        shard_bytes=shard_bytes,
-    )
     if as_json:
         print_json(plan.to_dict())
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.errors import CannotHold, InputError, did_you_mean
 from quantkit.formats.awq import Awq, AwqDialect
-from quantkit.formats.base import Dialect, Format, Index, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo
+from quantkit.formats.base import Dialect, Format, Index, Parts, PartSpec, QuantizedWeight, Refusal, Shape, TensorInfo
 from quantkit.formats.bitsandbytes import BitsAndBytesDialect
 from quantkit.formats.bnb_4bit import Fp4, Nf4
 from quantkit.formats.codebook import CodebookWeight
@@ -55,6 +55,11 @@ def dialect_of(modules: Mapping[str, Format]) -> Dialect:
     raise CannotHold(f"one checkpoint cannot mix the formats {names}; they belong to different libraries")
 
 
+def dialect_with(name: str) -> Dialect:
+    """The dialect that a format of this name belongs to."""
+    return next(dialect for dialect in DIALECTS.values() if _class_of(name) in dialect.formats)
+
+
 def dialect_named(quant_method: str) -> Dialect:
     if quant_method not in DIALECTS:
         raise InputError(
@@ -91,10 +96,12 @@ __all__ = [
     "PartSpec",
     "Parts",
     "QuantizedWeight",
+    "Refusal",
     "Shape",
     "TensorInfo",
     "build",
     "dialect_named",
     "dialect_of",
+    "dialect_with",
     "options_of",
 ]

@@ -9,7 +9,7 @@ The activation-aware scaling itself leaves no tensor: it is folded into the laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,11 +20,13 @@ from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
     Dialect,
+    EngineName,
     Format,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
+    Refusal,
     Shape,
     TensorInfo,
     check_divides,
@@ -34,7 +36,7 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.bits import pack, unpack
-from quantkit.formats.integer import IntegerFormat, IntegerWeight
+from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, refused_groups
 
 NIBBLE_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this one of its eight columns
 COLUMN_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # the inverse
@@ -106,10 +108,18 @@ class Awq(IntegerFormat):
         }
         return Narrowed(narrowed, outputs, inputs)
 
+    def refusals(self) -> Iterator[Refusal]:
+        yield from refused_groups(self.group_size)
+
+    @property
+    def only_float16_elsewhere(self) -> bool:
+        return self.group_size not in MARLIN_GROUPS or self.sym
+
 
 class AwqDialect(Dialect):
     quant_method: ClassVar[str] = "awq"
     formats: ClassVar[tuple[type[Format], ...]] = (Awq,)
+    packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("gptqmodel",)}
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         if len(set(modules.values())) != 1:

@@ -10,10 +10,12 @@ kind of quantized weight convert losslessly: `target.pack(source.unpack(parts))`
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from quantkit.errors import InputError
 Parts = dict[str, Tensor]
 Shape = tuple[int, int]  # (out_features, in_features)
 Index = slice | Tensor  # some outputs or inputs of a layer: a slice with start and stop, or int64 numbers in any order
+EngineName = Literal["quantkit", "transformers", "vLLM", "SGLang"]
 ANY_LENGTH = -1  # in a PartSpec: a one-dimensional part whose length is known only when it is written
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -45,6 +48,23 @@ class Narrowed(NamedTuple):
     parts: Parts
     outputs: slice
     inputs: slice
+
+
+class InputRounding(NamedTuple):
+    """What a kernel does to a layer's inputs before it multiplies them."""
+
+    arithmetic: str  # of the products: `int8` or `fp8`
+    calibrated: bool = (
+        False  # by one scale, found in calibration, that `pack` stores with the weight; else by their own
+    )
+    outlier_threshold: float | None = None  # columns with a value of this magnitude or more stay in 16 bits
+
+
+class Refusal(NamedTuple):
+    """Why an engine does not load layers of a format."""
+
+    engine: EngineName
+    reason: str
 
 
 class QuantizedWeight(ABC):
@@ -84,6 +104,13 @@ class Format(ABC):
     def check(self, shape: Shape) -> None:
         """Raises InputError, naming the rule, when a layer of this shape cannot be stored."""
 
+    def check_layer(self, module: str, shape: Shape) -> None:
+        """`check`, with an error that names the layer."""
+        try:
+            self.check(shape)
+        except InputError as error:
+            raise InputError(f"{module} [{shape[0]} x {shape[1]}] as {self.name} {self.describe()}: {error}") from error
+
     @abstractmethod
     def parts(self, shape: Shape) -> dict[str, PartSpec]:
         """Names, dtypes and shapes of the parts that `pack` returns."""
@@ -108,10 +135,16 @@ class Format(ABC):
         """(out, in) of a stored layer from its parts' sizes; `read` gives a part where the sizes are not enough."""
         return sizes["weight"][0], sizes["weight"][1]
 
+    def nbytes(self, shape: Shape) -> int:
+        """Bytes of a layer of this shape; exact, but for a few bytes where only writing tells the length of a part."""
+        specs = self.parts(shape).values()
+        known = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs if ANY_LENGTH not in spec.shape)
+        return known + _unknown_bytes(self, shape[1])
+
     @property
-    def rounds_inputs(self) -> bool:
-        """Whether a kernel of this format rounds a layer's inputs too, so that `served_inputs` changes them."""
-        return False
+    def input_rounding(self) -> InputRounding | None:
+        """What becomes of a layer's inputs; None: they stay in 16 bits, and so do the products."""
+        return None
 
     def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
         """The inputs [..., in] of one call as a kernel sees them: rounded and decoded back, in their own dtype.
@@ -146,14 +179,21 @@ class Format(ABC):
         """The group of every input [in], where act-order scattered them."""
         return None
 
-    @property
-    def needs_input_scale(self) -> bool:
-        """Whether a weight must carry a calibrated scale of its inputs before `pack` takes it."""
-        return False
-
     def with_input_scale(self, quantized: QuantizedWeight, absmax: Tensor | float) -> QuantizedWeight:
-        """The weight with a scale for inputs up to `absmax`, the largest magnitude that calibration saw."""
+        """The weight with a scale for inputs up to `absmax`, the largest magnitude that calibration saw.
+
+        The weight as it is, where the format stores no such scale.
+        """
         return quantized
+
+    def refusals(self) -> Iterator[Refusal]:
+        """The engines that do not load layers of this format, whatever else is in the checkpoint."""
+        yield from ()
+
+    @property
+    def only_float16_elsewhere(self) -> bool:
+        """Whether vLLM and SGLang have kernels for this layout that take activations in float16 only."""
+        return False
 
     def encode(self, weight: Tensor) -> Parts:
         """Nearest-rounded parts of a weight."""
@@ -176,6 +216,9 @@ class Dialect(ABC):
 
     quant_method: ClassVar[str]
     formats: ClassVar[tuple[type[Format], ...]]
+    packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {}  # that an engine needs beside itself to load it
+    serve_flags: ClassVar[Mapping[EngineName, str]] = {}  # that an engine's command needs
+    cut_elsewhere: ClassVar[bool] = True  # whether vLLM and SGLang divide its layers among GPUs
 
     @abstractmethod
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
@@ -188,6 +231,14 @@ class Dialect(ABC):
     def side_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """JSON files beside config.json that older readers look for."""
         return {}
+
+
+@cache
+def _unknown_bytes(fmt: Format, inputs: int) -> int:
+    """Of the parts whose length only writing tells, as it turns out for one row."""
+    unknown = [name for name, spec in fmt.parts((1, inputs)).items() if ANY_LENGTH in spec.shape]
+    row = fmt.encode(torch.linspace(-1, 1, inputs).unsqueeze(0)) if unknown else {}
+    return sum(row[name].nbytes for name in unknown)
 
 
 def quotient(values: Tensor, divisor: float) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with
+from quantkit.formats.base import Dialect, EngineName, Format, TensorInfo, modules_with
 from quantkit.formats.bnb_4bit import BLOCK_SIZES, STATE, Bnb4Bit, Fp4, Nf4
 from quantkit.formats.llm_int8 import LlmInt8
 
@@ -14,6 +14,15 @@ from quantkit.formats.llm_int8 import LlmInt8
 class BitsAndBytesDialect(Dialect):
     quant_method: ClassVar[str] = "bitsandbytes"
     formats: ClassVar[tuple[type[Format], ...]] = (Nf4, Fp4, LlmInt8)
+    packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {
+        "transformers": ("bitsandbytes",),
+        "vLLM": ("vllm-bnb-plugin",),
+    }
+    serve_flags: ClassVar[Mapping[EngineName, str]] = {  # vLLM's plugin answers to both; older SGLang needs the second
+        "vLLM": "--quantization bitsandbytes --load-format bitsandbytes",
+        "SGLang": "--load-format bitsandbytes",
+    }
+    cut_elsewhere: ClassVar[bool] = False
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         if len(set(modules.values())) != 1:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quantkit.errors import InputError
-from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with, stored_dtype
+from quantkit.formats.base import Dialect, EngineName, Format, TensorInfo, modules_with, stored_dtype
 from quantkit.formats.ct_float8 import BLOCK, CtFloat8
 from quantkit.formats.ct_integer import CtInt8, CtPacked
 
@@ -17,6 +17,7 @@ _ON_DISK = {CtPacked: "pack-quantized", CtInt8: "int-quantized", CtFloat8: "floa
 class CompressedTensorsDialect(Dialect):
     quant_method: ClassVar[str] = "compressed-tensors"
     formats: ClassVar[tuple[type[Format], ...]] = (CtPacked, CtInt8, CtFloat8)
+    packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("compressed-tensors",)}
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         by_format: dict[Format, list[str]] = {}

@@ -22,6 +22,7 @@ from quantkit.formats.base import (
     DTYPES,
     Format,
     Index,
+    InputRounding,
     Narrowed,
     Parts,
     PartSpec,
@@ -119,8 +120,8 @@ class CtFloat8(Format):
         return f"FP8 {scale}, {'weights only' if self.activations == 'exact' else self.activations}"
 
     @property
-    def rounds_inputs(self) -> bool:
-        return self.activations != "exact"
+    def input_rounding(self) -> InputRounding | None:
+        return None if self.activations == "exact" else InputRounding("fp8", calibrated=self.activations == "static")
 
     def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
         if self.activations == "exact":
@@ -138,12 +139,8 @@ class CtFloat8(Format):
             scales = covering_scales(values.abs().amax(-1, keepdim=True))  # [..., 1]
         return (round_to_float8(values, scales).float() * scales).to(inputs.dtype)
 
-    @property
-    def needs_input_scale(self) -> bool:
-        return self.activations == "static"
-
     def with_input_scale(self, quantized: QuantizedWeight, absmax: Tensor | float) -> QuantizedWeight:
-        if not self.needs_input_scale or not isinstance(quantized, Float8Weight):
+        if self.activations != "static" or not isinstance(quantized, Float8Weight):
             return quantized
         largest = torch.as_tensor(absmax, dtype=torch.float32, device=quantized.values.device).abs().amax().view(1)
         scale = covering_scales(largest).clamp(min=torch.finfo(DTYPES[self.dtype]).tiny).to(DTYPES[self.dtype])
@@ -164,7 +161,7 @@ class CtFloat8(Format):
             "weight": PartSpec(torch.float8_e4m3fn, shape),
             "weight_scale": PartSpec(DTYPES[self.dtype], self._scale_shape(shape)),
         }
-        if self.needs_input_scale:
+        if self.activations == "static":
             specs["input_scale"] = PartSpec(DTYPES[self.dtype], (1,))
         return specs
 
@@ -191,7 +188,7 @@ class CtFloat8(Format):
                 f"ct-float8 is set to a scale per {self.strategy}, the weights have {quantized.scales.shape}"
             )
         parts = {"weight": quantized.values, "weight_scale": quantized.scales.reshape(scale_shape)}
-        if self.needs_input_scale:
+        if self.activations == "static":
             if quantized.input_scale is None:
                 raise CannotHold(
                     "ct-float8 with static activations stores an input scale, which only calibration can find; "
@@ -203,7 +200,7 @@ class CtFloat8(Format):
     def unpack(self, parts: Mapping[str, Tensor]) -> Float8Weight:
         scales = parts["weight_scale"]
         scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
-        input_scale = parts["input_scale"].reshape(1) if self.needs_input_scale else None
+        input_scale = parts["input_scale"].reshape(1) if self.activations == "static" else None
         return Float8Weight(parts["weight"], scales, input_scale)
 
     def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:

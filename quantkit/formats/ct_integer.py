@@ -12,7 +12,7 @@ Codes are signed in the specification and stored with 2**(bits-1) added: the uns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +20,19 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Narrowed, Parts, PartSpec, QuantizedWeight, Shape, quotient, scaled, widen
+from quantkit.formats.base import (
+    DTYPES,
+    InputRounding,
+    Narrowed,
+    Parts,
+    PartSpec,
+    QuantizedWeight,
+    Refusal,
+    Shape,
+    quotient,
+    scaled,
+    widen,
+)
 from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
 from quantkit.formats.integer import IntegerFormat, IntegerWeight, middle_code
 
@@ -103,6 +115,12 @@ class CtPacked(IntegerFormat):
     def scattered_groups(self, parts: Mapping[str, Tensor]) -> Tensor | None:
         return parts.get("weight_g_idx")
 
+    def refusals(self) -> Iterator[Refusal]:
+        if not self.sym and self.bits not in (4, 8):
+            yield Refusal("vLLM", f"asymmetric compressed-tensors only at 4 or 8 bits, not {self.bits}")
+        if self.bits not in (4, 8):
+            yield Refusal("SGLang", f"compressed-tensors weights only at 4 or 8 bits, not {self.bits}")
+
     def _unpack_words(self, words: Tensor, count: int) -> Tensor:
         """Versions up to 0.16 left the top bits of each word unused at widths that do not divide 32."""
         if words.shape[-1] == packed_width(count, self.bits):
@@ -134,8 +152,8 @@ class CtInt8(IntegerFormat):
         return "W8A8 row, dynamic"
 
     @property
-    def rounds_inputs(self) -> bool:
-        return True
+    def input_rounding(self) -> InputRounding:
+        return InputRounding("int8")
 
     def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
         """One symmetric scale per token, as compressed-tensors computes it."""

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,11 +23,13 @@ from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
     Dialect,
+    EngineName,
     Format,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
+    Refusal,
     Shape,
     TensorInfo,
     check_choice,
@@ -39,7 +41,7 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
-from quantkit.formats.integer import IntegerFormat, IntegerWeight, contiguous_groups
+from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, contiguous_groups, refused_groups
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,18 @@ class Gptq(IntegerFormat):
         in_order = contiguous_groups(len(groups), self.group_width(len(groups)), groups.device)
         return None if torch.equal(groups, in_order) else groups
 
+    def refusals(self) -> Iterator[Refusal]:
+        if not (self.sym and self.bits in (4, 8)):
+            said = f"GPTQ only symmetric at 4 or 8 bits, not {self.describe()}; use compressed-tensors or AWQ"
+            yield Refusal("vLLM", said)
+        yield from refused_groups(self.group_size)
+        if self.group_size == -1 and not self.sym:
+            yield Refusal("SGLang", "asymmetric GPTQ needs groups")
+
+    @property
+    def only_float16_elsewhere(self) -> bool:
+        return self.group_size not in MARLIN_GROUPS or not self.sym or self.bits not in (4, 8)
+
     def _unpack_zeros(self, words: Tensor, out: int) -> Tensor:
         """Zero points [groups, out]. GPTQModel subtracts 1 from whole words, so borrows are undone on whole words."""
         if self.version == 2:
@@ -161,6 +175,7 @@ def _options(fmt: Gptq) -> dict[str, Any]:
 class GptqDialect(Dialect):
     quant_method: ClassVar[str] = "gptq"
     formats: ClassVar[tuple[type[Format], ...]] = (Gptq,)
+    packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("gptqmodel", "optimum")}
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         gptq = {name: fmt for name, fmt in modules.items() if isinstance(fmt, Gptq)}

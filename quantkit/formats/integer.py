@@ -5,6 +5,7 @@ GPTQ, AWQ and compressed-tensors integers are layouts of this one idea; so they 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, Index, QuantizedWeight, Shape, check_choice, check_divides
+from quantkit.formats.base import DTYPES, Format, Index, QuantizedWeight, Refusal, Shape, check_choice, check_divides
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ class IntegerWeight(QuantizedWeight):
         """What quantizing the weight with its rows divided would give: the same codes on a finer or coarser grid."""
         scales = round_scales(self.scales.float() / divisors[:, None], self.scales.dtype)
         return replace(self, scales=scales)
+
+
+MARLIN_GROUPS = (-1, 32, 64, 128)  # group sizes that the newer kernels of vLLM and SGLang take
+
+
+def refused_groups(group_size: int) -> Iterator[Refusal]:
+    """Where the group size of a GPTQ or AWQ layer is one that vLLM has no kernel for."""
+    if group_size not in MARLIN_GROUPS:
+        yield Refusal("vLLM", f"groups of 32, 64, 128 or a whole row only, not {group_size}")
 
 
 def middle_code(bits: int) -> int:

@@ -22,6 +22,7 @@ from quantkit.formats.base import (
     DTYPES,
     Format,
     Index,
+    InputRounding,
     Narrowed,
     Parts,
     PartSpec,
@@ -73,8 +74,8 @@ class LlmInt8(Format):
         return f"INT8 row, outliers >= {self.threshold:g}"
 
     @property
-    def rounds_inputs(self) -> bool:
-        return True
+    def input_rounding(self) -> InputRounding:
+        return InputRounding("int8", outlier_threshold=self.threshold)
 
     def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
         """In float16, as bitsandbytes: columns with an outlier in any token of the call stay, the rest is rounded.

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.scoring import hidden_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,40 +38,6 @@ def trace(
         found.append(Trace(ids, states, known[index] if known else 0))
         on_item("hidden states", len(sequences))
     return found
-
-
-def hidden_states(engine: Engine, ids: Tensor) -> Tensor:
-    """What the lm head reads at every token of `ids` [tokens], through the paged cache in steps of the budget."""
-    pool, budget = engine.scheduler.pool, engine.options.budget
-    pages = pool.allocate(-(-len(ids) // pool.page_size))
-    if pages is None:
-        raise InputError(f"the cache has no room for {len(ids)} tokens, {pool.free} pages are free; use shorter texts")
-    try:
-        table = torch.tensor(pages, dtype=torch.int32, device=engine.runner.device)
-        return torch.cat([_step(engine, ids[:end], table, start) for start, end in _steps(len(ids), budget)])
-    finally:
-        pool.release(pages)
-
-
-def _steps(length: int, budget: int) -> list[tuple[int, int]]:
-    return [(start, min(start + budget, length)) for start in range(0, length, budget)]
-
-
-def _step(engine: Engine, ids: Tensor, table: Tensor, start: int) -> Tensor:
-    """Of the tokens from `start` on; those before are in the cache."""
-    runner = engine.runner
-    size, device, end = runner.cache.page_size, runner.device, len(ids)
-    positions = torch.arange(start, end, device=device)
-    batch = Batch(
-        ids=ids[start:].to(device),
-        positions=positions,
-        slots=table[positions // size].long() * size + positions % size,
-        page_table=table[None, : -(-end // size)],
-        context_lengths=torch.tensor([end], dtype=torch.int32, device=device),
-        query_starts=torch.tensor([0, end - start], dtype=torch.int32, device=device),
-        max_queries=end - start,
-    )
-    return runner.decoder.hidden_states(batch, runner.cache)
 
 
 def answers(

@@ -140,7 +140,8 @@ def needs_data(method: Method, formats: Iterable[Format | None], target_bits: fl
     """Whether a run cannot do without calibration: for its method, a format's input scales, or the choice of bits."""
     if method.calibrated or target_bits is not None:
         return True
-    return any(fmt is not None and fmt.needs_input_scale for fmt in formats)
+    rounding = (None if fmt is None else fmt.input_rounding for fmt in formats)
+    return any(one is not None and one.calibrated for one in rounding)
 
 
 def require_integer(method: str, fmt: Format) -> IntegerFormat:

@@ -45,7 +45,7 @@ class SmoothQuantMethod(Method):
         return True
 
     def check(self, fmt: Format) -> None:
-        if not (isinstance(fmt, IntegerFormat) and fmt.rounds_inputs):
+        if not (isinstance(fmt, IntegerFormat) and fmt.input_rounding):
             raise InputError(
                 f"method 'smoothquant' is for 8-bit weights and activations (ct-int8), not for '{fmt.name}'"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.arch import Family
+from quantkit.arch import Config, Family
 from quantkit.blocks import BATCH_TOKENS, BlockPart, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
@@ -28,6 +28,16 @@ from quantkit.stages import Stage
 KEPT_INNER_BYTES = 512 << 20  # inputs of a part's last linear are kept up to this size, else computed twice
 
 
+def check_folds(method: Method, family: Family, config: Config) -> None:
+    """Refuses a method that scales inputs where no layer of the model could take the scales."""
+    layers = range(int(config["num_hidden_layers"]))
+    if method.scales_inputs and not any(stage.fold for layer in layers for stage in family.stages(layer, config)):
+        raise InputError(
+            f"the family '{family.model_type}' has no layers that could take input scales; "
+            "use a method that needs none, such as gptq"
+        )
+
+
 class CalibratedPass:
     """The pass of one method over all blocks. `states` between blocks can be saved, and taken up again."""
 
@@ -40,11 +50,7 @@ class CalibratedPass:
         device: str,
         scratch: Path,
     ) -> None:
-        if method.scales_inputs and not _has_folds(family, source):
-            raise InputError(
-                f"the family '{family.model_type}' has no layers that could take input scales; "
-                "use a method that needs none, such as gptq"
-            )
+        check_folds(method, family, source.config)
         self.source, self.family, self.chosen, self.method = source, family, chosen, method
         self.runner = BlockRunner(source, family, device)
         self._scratch = scratch  # for activations that do not fit into memory
@@ -132,8 +138,3 @@ class CalibratedPass:
     @staticmethod
     def _batch(length: int) -> int:
         return max(1, BATCH_TOKENS // length)
-
-
-def _has_folds(family: Family, source: Checkpoint) -> bool:
-    layers = range(int(source.config["num_hidden_layers"]))
-    return any(stage.fold for layer in layers for stage in family.stages(layer, source.config))

@@ -15,7 +15,6 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, QuantkitError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
 from quantkit.formats.base import DTYPES
-from quantkit.formats.llm_int8 import LlmInt8
 from quantkit.methods import Method
 from quantkit.methods.losses import output_energy
 from quantkit.methods.method import UNREACHED, Rounded
@@ -155,9 +154,7 @@ class BlockQuantizer:
         notes: dict[str, Any],
     ) -> None:
         """Remembers a layer and leaves its decoded weight in the block."""
-        quantized = rounded.quantized
-        if fmt.needs_input_scale:
-            quantized = fmt.with_input_scale(quantized, inputs.absmax.amax())
+        quantized = fmt.with_input_scale(rounded.quantized, inputs.absmax.amax())
         log = notes | dict(rounded.notes or {}) | _losses(rounded, weight_of(linear), inputs) | _outliers(fmt, inputs)
         decoded = quantized.dequantize()
         error = relative_error(decoded, weight_of(linear))
@@ -192,10 +189,11 @@ def _losses(rounded: Rounded, weight: Tensor, inputs: InputStatistics) -> dict[s
 
 
 def _outliers(fmt: Format, inputs: InputStatistics) -> dict[str, list[int]]:
-    """The input columns that LLM.int8 will multiply in 16 bits, as calibration saw them."""
-    if not isinstance(fmt, LlmInt8):
+    """The input columns that will be multiplied in 16 bits, as calibration saw them, where a format knows outliers."""
+    rounding = fmt.input_rounding
+    if rounding is None or rounding.outlier_threshold is None:
         return {}
-    return {"outlier_columns": (inputs.absmax >= fmt.threshold).nonzero().flatten().tolist()}
+    return {"outlier_columns": (inputs.absmax >= rounding.outlier_threshold).nonzero().flatten().tolist()}
 
 
 def _set_weight(linear: nn.Module, weight: Tensor) -> None:

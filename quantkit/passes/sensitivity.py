@@ -55,8 +55,7 @@ class SensitivityPass:
     ) -> None:
         self.family, self.chosen, self.method = family, chosen, method
         self.runner = BlockRunner(source, family, device)
-        by_layer = family.linears_by_stage(source.config)
-        self.stages = [modules for layer in by_layer for modules in layer if modules[0] in chosen]
+        self.stages = [modules for modules in family.linear_groups(source.config) if modules[0] in chosen]
         self._widest = max(source.tensors[f"{modules[0]}.weight"].info.shape[1] for modules in self.stages)
         self._scratch = scratch  # for streams that do not fit into memory
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, Shape
 from quantkit.methods.budget import Option, allocate
 from quantkit.methods.sensitivity import Sensitivity, candidates
 from quantkit.passes.sensitivity import SensitivityPass
-from quantkit.pipeline.job import Job
 from quantkit.progress import Progress, silent
+from quantkit.stages import Group
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.job import Job
 
 Sizes = Mapping[IntegerFormat, int]  # bits that a stage takes in all, by scheme
 
@@ -32,12 +35,8 @@ def choose_formats(job: Job, scratch: Path, on_step: Progress = silent) -> Alloc
     assert job.recipe.target_bits is not None
     assert job.tokens is not None
     formats = {module: _integer(fmt) for module, fmt in job.chosen.items()}
-    shapes = {module: _shape(job, module) for module in formats}
-    weights = sum(math.prod(shape) for shape in shapes.values())
-    by_layer = job.family.linears_by_stage(job.source.config)
-    stages = [modules for layer in by_layer for modules in layer if modules[0] in formats]
-    sizes = [_sizes(formats[modules[0]], [shapes[module] for module in modules]) for modules in stages]
-    _check_target(job.recipe.target_bits, weights, sizes)
+    weights = sum(math.prod(job.shapes[module]) for module in formats)
+    sizes = _all_sizes(job.family.linear_groups(job.source.config), job.plan, job.shapes)
     work = SensitivityPass(job.source, job.family, formats, job.method, job.device, scratch)
     measured = work.run(job.tokens, job.recipe.target_bits, on_step)
     schemes = spend(measured, sizes, math.floor(job.recipe.target_bits * weights))
@@ -69,22 +68,28 @@ def spend(measured: list[Sensitivity], sizes: list[Sizes], budget: int) -> list[
     return [fmts[index] for fmts, index in zip(schemes, allocate(options, budget), strict=True)]
 
 
-def _sizes(fmt: IntegerFormat, shapes: list[Shape]) -> Sizes:
-    return {scheme: sum(_bits(scheme, shape) for shape in shapes) for scheme in candidates(fmt, shapes[0][1])}
-
-
-def _bits(fmt: IntegerFormat, shape: Shape) -> int:
-    """Of one layer as stored, scales and all."""
-    return 8 * sum(math.prod(part.shape) * part.dtype.itemsize for part in fmt.parts(shape).values())
-
-
-def _check_target(target: float, weights: int, sizes: list[Sizes]) -> None:
+def check_target(
+    target: float, groups: Iterable[Group], plan: Mapping[str, Format | None], shapes: Mapping[str, Shape]
+) -> None:
+    """Refuses more or fewer bits than these groups of layers can take."""
+    weights = sum(math.prod(shapes[module]) for module, fmt in plan.items() if fmt is not None)
+    sizes = _all_sizes(groups, plan, shapes)
     least, most = (sum(pick(size.values()) for size in sizes) / weights for pick in (min, max))
     if not least <= target <= most:
         raise InputError(
             f"target_bits is {target:g}, but the layers of this model take {math.ceil(100 * least) / 100:.2f} to "
             f"{math.floor(100 * most) / 100:.2f} bits a weight, scales and all; choose a number in between"
         )
+
+
+def _all_sizes(groups: Iterable[Group], plan: Mapping[str, Format | None], shapes: Mapping[str, Shape]) -> list[Sizes]:
+    """Of the groups to quantize; the layers of one share their scheme."""
+    chosen = [group for group in groups if plan[group[0]] is not None]
+    return [_sizes(_integer(plan[group[0]]), [shapes[module] for module in group]) for group in chosen]
+
+
+def _sizes(fmt: IntegerFormat, shapes: list[Shape]) -> Sizes:
+    return {scheme: sum(8 * scheme.nbytes(shape) for shape in shapes) for scheme in candidates(fmt, shapes[0][1])}
 
 
 def _record(group: Sensitivity, fmt: IntegerFormat) -> dict[str, Any]:
@@ -100,8 +105,3 @@ def _record(group: Sensitivity, fmt: IntegerFormat) -> dict[str, Any]:
 def _integer(fmt: Format | None) -> IntegerFormat:
     assert isinstance(fmt, IntegerFormat)  # recipes allow target_bits only there
     return fmt
-
-
-def _shape(job: Job, module: str) -> Shape:
-    out, inputs = job.source.tensors[f"{module}.weight"].info.shape
-    return out, inputs

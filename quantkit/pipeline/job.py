@@ -1,10 +1,9 @@
-"""A quantization run before it begins: everything it needs, checked."""
+"""A quantization run before it begins: everything it needs, checked. Both the run and its dry run start from here."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,16 +17,17 @@ from quantkit.arch import Family, family_of
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.calibration import Calibration, token_windows
 from quantkit.checkpoint import Checkpoint, require_finite
+from quantkit.checkpoint_writer import check_output, check_space
+from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_BYTES, WINDOW
 from quantkit.errors import InputError
-from quantkit.formats import Format
-from quantkit.formats.base import ANY_LENGTH
-from quantkit.formats.llm_int8 import LlmInt8
+from quantkit.formats import Format, Shape
 from quantkit.methods import Method, needs_data, package_of
+from quantkit.passes.calibrated import check_folds
+from quantkit.pipeline.allocation import check_target
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.reference import check_device, load_tokenizer
+from quantkit.reference import load_tokenizer, resolve_device
 from quantkit.sources import model_folder
 
-QUALITY_WINDOW = 1024  # tokens
 _PACKAGES = ("quantkit", "torch", "transformers")
 
 
@@ -41,10 +41,15 @@ class Job:
     recipe: Recipe
     method: Method
     plan: Mapping[str, Format | None]
+    shapes: Mapping[str, Shape]  # of every linear in the plan
+    data: Calibration  # where calibration tokens come from, if they are needed
     tokens: Tensor | None  # calibration [samples, length]; None where the method looks at no data
     calibration: dict[str, Any] | None  # the record of these tokens
     quality: Tensor | None  # held-out windows [windows, window]; None where nothing is measured
     device: str
+    output: str | Path
+    overwrite: bool
+    restart: bool  # whether the journal of an earlier run is thrown away
     shard_bytes: int
 
     @property
@@ -63,11 +68,19 @@ class Job:
         by_layer = self.family.linears_by_stage(self.source.config)
         return [[module for modules in stages for module in modules] for stages in by_layer]
 
+    @property
+    def plain_bytes(self) -> int:
+        """Of all tensors that stay as they are."""
+        replaced = {f"{module}.weight" for module in self.chosen}
+        return sum(stored.nbytes for name, stored in self.source.tensors.items() if name not in replaced)
+
+    def quantized_bytes(self, chosen: Mapping[str, Format]) -> int:
+        """Of the layers to quantize, in these formats."""
+        return sum(fmt.nbytes(self.shapes[module]) for module, fmt in chosen.items())
+
     def disk_bytes(self) -> int:
         """What the run needs at its largest: the output, and until it is complete the journal beside it."""
-        output = check_layers(self.source, self.chosen)
-        plain = {name for name in self.source.tensors if name.removesuffix(".weight") not in self.chosen}
-        return 2 * output - sum(self.source.tensors[name].nbytes for name in plain)
+        return self.plain_bytes + 2 * self.quantized_bytes(self.chosen)
 
     def arguments(self) -> dict[str, Any]:
         """Everything that decides the result, for the journal."""
@@ -89,38 +102,78 @@ class Job:
 def prepare(
     model: str | Path,
     recipe: str | Recipe,
-    calibration: Calibration | None,
-    device: str,
-    shard_bytes: int,
-    quality_windows: int,
+    output: str | Path,
+    *,
+    calibration: Calibration | None = None,
+    device: str = DEVICE,
+    overwrite: bool = False,
+    restart: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    quality_windows: int = QUALITY_WINDOWS,
 ) -> Job:
-    """Checks model, recipe, device and data."""
-    check_device(device)
+    """Refuses what cannot be done: checks output, device, model, recipe, data and space on the disk; writes nothing."""
+    check_output(Path(output).absolute(), overwrite)
+    device = resolve_device(device)
     source = Checkpoint(model_folder(model))
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if source.formats:
         raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
-    family = family_of(source.config)
+    family, method = family_of(source.config), recipe.method.build()
     plan = recipe.plan(family, source.config, source.dtype)
-    method = recipe.method.build()
-    for fmt in {fmt for fmt in plan.values() if fmt is not None}:
-        method.check(fmt)
-    check_layers(source, {module: fmt for module, fmt in plan.items() if fmt is not None})
+    shapes = _check_plan(source, family, recipe, method, plan)
     _check_outside(source, family, device)
-    calibration = calibration or Calibration.from_recipe(recipe.calibration)
-    tokens = record = None
-    needed = needs_data(method, plan.values(), recipe.target_bits)
-    if needed or (calibration.samples > 0 and _lists_outliers(source, plan)):
-        context = int(source.config.get("max_position_embeddings") or calibration.seq_len)
-        tokens = calibration.tokens(load_tokenizer(source.folder), context)
-        record = calibration.record(tokens)
+    data = calibration or Calibration.from_recipe(recipe.calibration)
+    tokens = _tokens(source, data, recipe, method, plan)
+    record = None if tokens is None else data.record(tokens)
     quality = _quality_windows(source, quality_windows)
-    return Job(str(model), source, family, recipe, method, plan, tokens, record, quality, device, shard_bytes)
+    settings = (device, output, overwrite, restart, shard_bytes)
+    job = Job(str(model), source, family, recipe, method, plan, shapes, data, tokens, record, quality, *settings)
+    check_space(Path(output).absolute(), job.disk_bytes())
+    return job
+
+
+def _check_plan(
+    source: Checkpoint, family: Family, recipe: Recipe, method: Method, plan: Mapping[str, Format | None]
+) -> dict[str, Shape]:
+    """Refuses formats that do not suit the method, layers that do not suit them, and bits that cannot be met."""
+    for fmt in dict.fromkeys(fmt for fmt in plan.values() if fmt is not None):
+        method.check(fmt)
+    check_folds(method, family, source.config)
+    shapes = _layer_shapes(source, plan)
+    if recipe.target_bits is not None:
+        check_target(recipe.target_bits, family.linear_groups(source.config), plan, shapes)
+    return shapes
+
+
+def _layer_shapes(source: Checkpoint, plan: Mapping[str, Format | None]) -> dict[str, Shape]:
+    """(out, in) of every linear; refuses layers that are missing or that their format cannot store."""
+    shapes = {}
+    for module, fmt in plan.items():
+        stored = source.tensors.get(f"{module}.weight")
+        if stored is None:
+            raise InputError(f"{source.folder} has no tensor {module}.weight; the checkpoint is incomplete")
+        out, inputs = stored.info.shape
+        shapes[module] = (out, inputs)
+        if fmt is not None:
+            fmt.check_layer(module, shapes[module])
+    return shapes
+
+
+def _tokens(
+    source: Checkpoint, data: Calibration, recipe: Recipe, method: Method, plan: Mapping[str, Format | None]
+) -> Tensor | None:
+    """Calibration tokens, where they are needed, or where they show outlier columns for the log."""
+    needed = needs_data(method, plan.values(), recipe.target_bits)
+    if not needed and not (data.samples > 0 and _lists_outliers(source, plan)):
+        return None
+    context = int(source.config.get("max_position_embeddings") or data.seq_len)
+    return data.tokens(load_tokenizer(source.folder), context)
 
 
 def _lists_outliers(source: Checkpoint, plan: Mapping[str, Format | None]) -> bool:
     """LLM.int8 rounds without data; where there is a tokenizer, calibration finds its outlier columns for the log."""
-    return _has_tokenizer(source) and any(isinstance(fmt, LlmInt8) for fmt in plan.values())
+    rounding = (fmt.input_rounding for fmt in plan.values() if fmt is not None)
+    return _has_tokenizer(source) and any(one is not None and one.outlier_threshold is not None for one in rounding)
 
 
 def _has_tokenizer(source: Checkpoint) -> bool:
@@ -134,31 +187,13 @@ def _check_outside(source: Checkpoint, family: Family, device: str) -> None:
             require_finite(name, source.tensor(name).to(device))
 
 
-def check_layers(source: Checkpoint, chosen: Mapping[str, Format]) -> int:
-    """Refuses layers that the plan cannot store, before anything is written; returns the bytes to expect."""
-    quantized_bytes = 0
-    for module, fmt in chosen.items():
-        stored = source.tensors.get(f"{module}.weight")
-        if stored is None:
-            raise InputError(f"{source.folder} has no tensor {module}.weight; the checkpoint is incomplete")
-        shape = (stored.info.shape[0], stored.info.shape[1])
-        try:
-            fmt.check(shape)
-        except InputError as error:
-            raise InputError(f"{module} [{shape[0]} x {shape[1]}] as {fmt.name} {fmt.describe()}: {error}") from error
-        specs = fmt.parts(shape).values()
-        quantized_bytes += sum(math.prod(s.shape) * s.dtype.itemsize for s in specs if ANY_LENGTH not in s.shape)
-    replaced = {f"{module}.weight" for module in chosen}
-    return quantized_bytes + sum(stored.nbytes for name, stored in source.tensors.items() if name not in replaced)
-
-
 def _quality_windows(source: Checkpoint, count: int) -> Tensor | None:
     """The first windows of the held-out text; None where the model brings no tokenizer to read it with."""
     if count < 0:
         raise InputError(f"{count} windows to measure quality on; choose 0 (none) or more")
     if count == 0 or not _has_tokenizer(source):
         return None
-    window = min(QUALITY_WINDOW, int(source.config.get("max_position_embeddings") or QUALITY_WINDOW))
+    window = min(WINDOW, int(source.config.get("max_position_embeddings") or WINDOW))
     return token_windows(load_tokenizer(source.folder), HELDOUT_TEXT, window)[:count]
 
 

@@ -34,12 +34,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.errors import InputError, StorageError
-from quantkit.pipeline.differences import differences
+from quantkit.pipeline.earlier_run import (
+    ARGUMENTS,
+    finished_blocks,
+    finished_units,
+    journal_folder,
+    lock_journal,
+    unit_files,
+)
 from quantkit.pipeline.sealing import as_read_back, digest, matches, read_json, seal, unreadable, write_json
 from quantkit.storage import NOTHING_KEPT, FolderLock, replacing, storage_errors, sync
 
-ARGUMENTS = "arguments.json"
-_NAMED_DIFFERENCES = 4
 _KEPT_STATES = 2  # damage at the end then costs the work since the one before, not everything
 
 
@@ -47,13 +52,11 @@ class Journal:
     """The finished units 0 .. n-1 of a run. Opening it takes the output for this process."""
 
     def __init__(self, output: str | Path, arguments: Mapping[str, Any], *, restart: bool = False) -> None:
-        output = Path(output).absolute()
-        self.folder = output.with_name(f".{output.name}.journal")
+        self.folder = journal_folder(output)
         self._arguments = as_read_back(arguments)
         self._digest = digest(self._arguments)
         self._finished = 0
-        with self._storage_errors():
-            self._lock = FolderLock(self.folder, f"another process is writing {output}")
+        self._lock = lock_journal(output)
         try:
             self._open(restart)
         except BaseException:
@@ -81,7 +84,7 @@ class Journal:
         """What to tell the user when the disk is full."""
         if not self._finished:
             return NOTHING_KEPT
-        return f"kept: {_blocks(self._finished)}; free some space and run the same command again to go on"
+        return f"kept: {finished_blocks(self._finished)}; free some space and run the same command again to go on"
 
     def commit(
         self,
@@ -161,19 +164,13 @@ class Journal:
 
     def _open(self, restart: bool) -> None:
         """Finds the finished units, or starts anew."""
-        earlier = None if restart else read_json(self.folder / ARGUMENTS)
-        owner = self._digest if earlier is None else digest(earlier)
-        finished = 0
-        while not restart and _is_whole(*self._files(finished), owner):
-            finished += 1
-        if finished and owner != self._digest:
-            raise self._other_run(finished, differences(earlier or {}, self._arguments))
+        finished, same = (0, False) if restart else finished_units(self.folder, self._arguments)
         while finished and not self._can_be_followed(finished - 1):
             finished -= 1
         with self._storage_errors():
-            self._clear(finished, notes=earlier is not None and owner == self._digest)
+            self._clear(finished, notes=same)
             self._finished = finished
-            if earlier is None or owner != self._digest:
+            if not same:
                 write_json(self.folder / ARGUMENTS, self._arguments)
 
     def _clear(self, kept: int = 0, *, notes: bool = False) -> None:
@@ -201,7 +198,7 @@ class Journal:
         self._lock.release()
 
     def _files(self, index: int) -> tuple[Path, Path]:
-        return self.folder / f"unit-{index:05d}.safetensors", self.folder / f"unit-{index:05d}.json"
+        return unit_files(self.folder, index)
 
     def _state_file(self, index: int) -> Path:
         return self.folder / f"state-{index:05d}.safetensors"
@@ -222,14 +219,6 @@ class Journal:
     def _storage_errors(self) -> AbstractContextManager[None]:
         return storage_errors(self.folder, self.when_full)
 
-    def _other_run(self, finished: int, changes: list[str]) -> InputError:
-        more = len(changes) - _NAMED_DIFFERENCES
-        named = "; ".join(changes[:_NAMED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-        return InputError(
-            f"{self.folder} holds {_blocks(finished)} of another run: {named}; "
-            "run the old command to go on with it, or pass --restart to throw the old work away"
-        )
-
 
 def _to_store(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, contiguous, and no two in the same memory: safetensors refuses those."""
@@ -248,16 +237,3 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-
-
-def _is_whole(weights: Path, description: Path, owner: str) -> bool:
-    """Whether both files of a unit are exactly what was committed under these arguments."""
-    value = read_json(description) or {}
-    unit = value.get("unit")
-    if not isinstance(unit, dict) or value.get("sha256") != digest(unit) or unit["arguments"] != owner:
-        return False
-    return matches(weights, unit["weights"])
-
-
-def _blocks(number: int) -> str:
-    return f"{number} finished {'block' if number == 1 else 'blocks'}"

@@ -17,6 +17,7 @@ import yaml
 
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.engines import Verdict
+from quantkit.formats import dialect_with
 from quantkit.pipeline.quality import Quality
 from quantkit.recipe import Recipe, list_recipes
 from quantkit.wording import human_bytes, human_count, model_name
@@ -25,11 +26,6 @@ WORST = 5  # layers named by their loss
 _PACKAGES = ("quantkit", "torch", "transformers", "safetensors")
 _SOURCE_OPTION = "--text"  # of `quantkit quantize`
 _LICENSE_KEYS = ("license", "license_name", "license_link")
-_BITSANDBYTES = ("nf4", "fp4", "llm-int8")  # formats that bitsandbytes reads
-_BITSANDBYTES_FLAGS = {  # vLLM's plugin answers to both; SGLang needs the second one in older versions
-    "vLLM": " --quantization bitsandbytes --load-format bitsandbytes",
-    "SGLang": " --load-format bitsandbytes",
-}
 _PROMPT = "Once upon a time"
 # Engine -> what to install beside the packages that its verdict names, what to type, what to write.
 _WAYS_TO_LOAD: dict[str, tuple[str, str, str]] = {
@@ -187,11 +183,10 @@ def _way_to_load(verdict: Verdict, facts: CardFacts) -> str:
     if not verdict.loads:
         return f"{verdict.engine} does not load it: {_cell(verdict.remark)}."
     installed, command, code = _WAYS_TO_LOAD[verdict.engine]
-    # The remark of an engine that loads a checkpoint names the packages that it needs: `with gptqmodel and optimum`.
-    needed = verdict.remark.removeprefix("with ").replace(" and ", " ")
-    flags = _BITSANDBYTES_FLAGS.get(verdict.engine, "") if facts.format in _BITSANDBYTES else ""
-    install = f"pip install {installed} {needed}".rstrip() if installed else ""
-    typed = "\n".join(filter(None, (install, command.format(shell=shlex.quote(facts.title)) + flags)))
+    flags = dialect_with(facts.format).serve_flags.get(verdict.engine, "")
+    install = " ".join(("pip install", installed, *verdict.packages)) if installed else ""
+    start = f"{command.format(shell=shlex.quote(facts.title))} {flags}".rstrip()
+    typed = "\n".join(filter(None, (install, start)))
     shown = [f"```\n{typed}\n```"] if typed else []
     if code:
         shown.append(f"```python\n{code.format(python=json.dumps(facts.title, ensure_ascii=False))}\n```")

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.arch import Family
 from quantkit.blocks import POSITIONS, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
-from quantkit.divergence import token_divergence
+from quantkit.divergence import token_divergence, token_losses
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Quality:
 
 
 @torch.no_grad()
-def measure_quality(
+def compare_by_blocks(
     base: Checkpoint, quantized: Checkpoint, family: Family, windows: Tensor, text: Path, device: str
 ) -> Quality:
-    """Windows [windows, window] of token ids of a text."""
+    """Quality on windows [windows, window] of token ids of a text."""
     runners = [BlockRunner(checkpoint, family, device) for checkpoint in (base, quantized)]
     hidden = [_last_hidden(runner, windows) for runner in runners]  # each [windows, window, hidden] on the device
     losses, divergence = [0.0, 0.0], 0.0
@@ -52,7 +52,7 @@ def measure_quality(
             part = slice(start, min(start + POSITIONS, len(targets)))
             logits = [runner.logits(state[index, part]) for runner, state in zip(runners, hidden, strict=True)]
             for model, values in enumerate(logits):
-                losses[model] += float(torch.nn.functional.cross_entropy(values, targets[part], reduction="sum"))
+                losses[model] += float(token_losses(values, targets[part]).sum())
             divergence += float(token_divergence(*logits).sum())
     scored = len(windows) * (windows.shape[1] - 1)
     before, after = (math.exp(loss / scored) for loss in losses)

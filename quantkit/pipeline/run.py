@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration import Calibration
-from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES, check_output, check_space
+from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_BYTES
 from quantkit.formats import Format
 from quantkit.passes import CalibratedPass, QuantizedBlock, QuantizedLayer, round_blocks
 from quantkit.pipeline.allocation import choose_formats, formats_from_record
@@ -29,11 +29,11 @@ def quantize(
     output: str | Path,
     *,
     calibration: Calibration | None = None,
-    device: str = "cpu",
+    device: str = DEVICE,
     overwrite: bool = False,
     restart: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    quality_windows: int = 8,
+    shard_bytes: int = SHARD_BYTES,
+    quality_windows: int = QUALITY_WINDOWS,
     on_layer: Progress = silent,
 ) -> QuantizeReport:
     """Quantizes a model (folder, hub name or `demo`) by a recipe (name, file or value) into a new folder.
@@ -41,14 +41,23 @@ def quantize(
     Methods that need data take it from `calibration`; by default from the recipe, else from the text that ships with
     quantkit. A run that was killed goes on where it was when it is started with the same arguments; `restart` throws
     its work away. Perplexity and KL divergence are measured on `quality_windows` of held-out text; 0 measures nothing.
+    `device` is cpu, cuda or auto: a GPU where there is one.
     """
-    check_output(Path(output).absolute(), overwrite)
-    job = prepare(model, recipe, calibration, device, shard_bytes, quality_windows)
-    check_space(Path(output).absolute(), job.disk_bytes())
+    job = prepare(
+        model,
+        recipe,
+        output,
+        calibration=calibration,
+        device=device,
+        overwrite=overwrite,
+        restart=restart,
+        shard_bytes=shard_bytes,
+        quality_windows=quality_windows,
+    )
     with Journal(output, job.arguments(), restart=restart) as journal:
         chosen, allocation, watch = _decide(job, journal, on_layer)
         _run(job, chosen, journal, watch)
-        report = write_checkpoint(job, chosen, journal, output, overwrite=overwrite, allocation=allocation)
+        report = write_checkpoint(job, chosen, journal, allocation=allocation)
         journal.discard()
     return report
 

@@ -13,10 +13,10 @@ from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.engines import Layers, verdicts
 from quantkit.errors import QuantkitError
 from quantkit.formats import Format, dialect_of
-from quantkit.pipeline.job import Job, check_layers
+from quantkit.pipeline.job import Job
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.model_card import CardFacts, license_of, model_card
-from quantkit.pipeline.quality import Quality, measure_quality
+from quantkit.pipeline.quality import Quality, compare_by_blocks
 from quantkit.pipeline.report import LayerReport, QuantizeReport
 from quantkit.pipeline.verification import verify_written
 
@@ -27,9 +27,7 @@ def write_checkpoint(
     job: Job,
     chosen: Mapping[str, Format],
     journal: Journal,
-    output: str | Path,
     *,
-    overwrite: bool,
     allocation: Mapping[str, Any] | None = None,
 ) -> QuantizeReport:
     """Writes what the journal and the source say. The same journal gives the same bytes."""
@@ -37,12 +35,11 @@ def write_checkpoint(
     layers = tuple(LayerReport(**layer) for record in records for layer in record["layers"])
     promised = {module: value for record in records for module, value in record["promised"].items()}
     changed = {name for record in records for name in record["changed"]}
-    expected = check_layers(job.source, chosen)
     with CheckpointWriter(
-        output,
-        overwrite=overwrite,
+        job.output,
+        overwrite=job.overwrite,
         shard_bytes=job.shard_bytes,
-        expected_bytes=expected,
+        expected_bytes=job.plain_bytes + job.quantized_bytes(chosen),
         when_full=journal.when_full,
     ) as writer:
         _add_plain(job.source, {f"{module}.weight" for module in chosen} | changed, writer)
@@ -58,9 +55,8 @@ def write_checkpoint(
             nonlocal report
             verify_written(folder, promised, job.device)
             quality = _quality(job, folder)
-            report = QuantizeReport(
-                str(output), job.recipe.name, name, source_bytes, writer.total_bytes, job.calibration, quality, layers
-            )
+            sizes = (source_bytes, writer.total_bytes)
+            report = QuantizeReport(str(job.output), job.recipe.name, name, *sizes, job.calibration, quality, layers)
             writer.add_text("quantization_log.jsonl", _log(job, report, allocation))
             writer.add_text("README.md", _card(job, report, chosen))
 
@@ -91,7 +87,7 @@ def _quality(job: Job, folder: Path) -> Quality | None:
     """What was lost; a checkpoint that computes NaN is not finished."""
     if job.quality is None:
         return None
-    found = measure_quality(job.source, Checkpoint(folder), job.family, job.quality, HELDOUT_TEXT, job.device)
+    found = compare_by_blocks(job.source, Checkpoint(folder), job.family, job.quality, HELDOUT_TEXT, job.device)
     if not found.perplexity < float("inf") and found.base_perplexity < float("inf"):
         raise QuantkitError("the quantized model computes NaN or Inf on held-out text; nothing was kept")
     return found

@@ -1,79 +1,61 @@
 """What `quantize` would do, before it does anything: sizes, memory, time, and who will load the result.
 
-`make_plan` reads headers and config.json only. Sizes are exact, but for the few bytes of JSON text that bitsandbytes
-keeps in every 4-bit layer (`sizes.py`); memory and time are estimates (`costs.py`). `text.py` puts a plan into words.
+`make_plan` takes the `Job` that the run itself would start from. Sizes are exact, but for the few bytes of JSON text
+that bitsandbytes keeps in every 4-bit layer; memory and time are estimates (`costs.py`). `text.py` puts it into words.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from quantkit.arch import Family, family_of
+from quantkit.arch import Family
 from quantkit.checkpoint import Checkpoint
-from quantkit.checkpoint_writer import DEFAULT_SHARD_BYTES
+from quantkit.checkpoint_writer import free_space
 from quantkit.engines import Layers, verdicts
-from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, Shape
-from quantkit.methods import needs_data
 from quantkit.methods.costing import GroupWork
 from quantkit.passes.activations import available_memory
+from quantkit.pipeline.earlier_run import check_journal
+from quantkit.pipeline.job import Job
 from quantkit.planning.costs import Work, estimated_seconds, peak_memory
 from quantkit.planning.plan import MethodFacts, ModelFacts, Need, Needs, OutputFacts, QuantizePlan, SchemePlan
-from quantkit.planning.sizes import layer_bytes, layer_shapes, schemes_of
+from quantkit.planning.sizes import schemes_of
 from quantkit.planning.text import describe
-from quantkit.recipe import Recipe
-from quantkit.reference import check_device
 from quantkit.stages import Stage
 from quantkit.wording import human_bytes, model_name
 
-__all__ = ["QuantizePlan", "describe", "layer_bytes", "make_plan"]
+__all__ = ["QuantizePlan", "describe", "make_plan"]
 
 
-def make_plan(
-    source: Checkpoint,
-    recipe: Recipe,
-    *,
-    samples: int,
-    seq_len: int,
-    device: str,
-    output: str | Path | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> QuantizePlan:
-    """The plan of a run. Refuses what the run would refuse about model, recipe and device."""
-    check_device(device)
-    if source.formats:
-        raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
-    family = family_of(source.config)
-    plan = recipe.plan(family, source.config, source.dtype)
-    shapes = layer_shapes(source, plan)
-    chosen = {module: fmt for module, fmt in plan.items() if fmt is not None}
-    kept = tuple(module for module, fmt in plan.items() if fmt is None)
-    model = _model_facts(source, family)
-    method = _method_facts(recipe, chosen, samples, seq_len)
-    written = _output_facts(source, chosen, kept, schemes_of(chosen, shapes, recipe.target_bits), recipe.target_bits)
+def make_plan(job: Job) -> QuantizePlan:
+    """The plan of a run that `prepare` let pass; what opening its journal would refuse is refused here."""
+    check_journal(job.output, job.arguments(), restart=job.restart)
+    source, family, chosen, kept = job.source, job.family, job.chosen, tuple(job.kept)
+    target_bits = job.recipe.target_bits
+    model, method = _model_facts(source, family), _method_facts(job)
+    written = _output_facts(job, schemes_of(chosen, job.shapes, target_bits))
     work = Work(
-        blocks=_groups_by_block(family, source, plan, shapes),
+        blocks=_groups_by_block(family, source, job.plan, job.shapes),
         hidden=int(source.config["hidden_size"]),
         heads=int(source.config["num_attention_heads"]),
         eager=family.attn_logit_softcapping is not None,
         dtype=source.dtype,
         source_bytes=model.bytes,
         output_bytes=written.bytes,
-        shard_bytes=shard_bytes,
-        method=recipe.method.build(),
-        samples=samples if method.calibrated else 0,
-        seq_len=seq_len,
-        device=device,
+        shard_bytes=job.shard_bytes,
+        method=job.method,
+        samples=0 if job.tokens is None else job.tokens.shape[0],
+        seq_len=job.data.seq_len,
+        device=job.device,
     )
-    needs = _needs(work, written, output)
-    engines = tuple(verdicts(Layers(_mixed(chosen) if recipe.target_bits else chosen, kept)))
-    warnings = tuple(_warnings(source, method, chosen, work, needs))
+    needs = _needs(work, written, Path(job.output))
+    engines = tuple(verdicts(Layers(_mixed(chosen) if target_bits else chosen, kept)))
+    warnings = tuple(_warnings(method, chosen, work, needs))
     return QuantizePlan(model, method, written, needs, engines, warnings)
 
 
@@ -88,24 +70,17 @@ def _model_facts(source: Checkpoint, family: Family) -> ModelFacts:
     )
 
 
-def _method_facts(recipe: Recipe, chosen: Mapping[str, Format], samples: int, seq_len: int) -> MethodFacts:
-    method = recipe.method.build()
-    calibrated = needs_data(method, chosen.values(), recipe.target_bits)
-    return MethodFacts(recipe.name, method.name, asdict(method), calibrated, samples, seq_len)
+def _method_facts(job: Job) -> MethodFacts:
+    method, data = job.method, job.data
+    calibrated = job.tokens is not None
+    return MethodFacts(job.recipe.name, method.name, asdict(method), calibrated, data.samples, data.seq_len)
 
 
-def _output_facts(
-    source: Checkpoint,
-    chosen: Mapping[str, Format],
-    kept: tuple[str, ...],
-    schemes: tuple[SchemePlan, ...],
-    target_bits: float | None,
-) -> OutputFacts:
+def _output_facts(job: Job, schemes: tuple[SchemePlan, ...]) -> OutputFacts:
     quantized = sum(scheme.bytes for scheme in schemes)
-    replaced = {f"{module}.weight" for module in chosen}
-    plain = sum(stored.nbytes for name, stored in source.tensors.items() if name not in replaced)
     bits = 8 * quantized / sum(scheme.weights for scheme in schemes)
-    return OutputFacts(next(iter(chosen.values())).name, schemes, kept, plain + quantized, bits, target_bits)
+    name = next(iter(job.chosen.values())).name
+    return OutputFacts(name, schemes, tuple(job.kept), job.plain_bytes + quantized, bits, job.recipe.target_bits)
 
 
 def _groups_by_block(
@@ -128,24 +103,17 @@ def _group_work(
     return replace(work, experts=stage.experts.count, per_token=stage.experts.per_token)
 
 
-def _needs(work: Work, written: OutputFacts, output: str | Path | None) -> Needs:
+def _needs(work: Work, written: OutputFacts, output: Path) -> Needs:
     memory = peak_memory(work)
     # Finished blocks stay beside the output until it is complete, with the states that a resumed run goes on from.
     beside = sum(scheme.bytes for scheme in written.schemes) + work.hidden_bytes + memory.scratch
     return Needs(
         device=work.device,
-        disk=Need(written.bytes + beside, None if output is None else _free_space(Path(output))),
+        disk=Need(written.bytes + beside, free_space(output)),
         ram=Need(memory.ram, available_memory()),
         gpu=None if work.device == "cpu" else Need(memory.gpu, torch.cuda.mem_get_info(work.device)[0]),
         seconds=estimated_seconds(work),
     )
-
-
-def _free_space(output: Path) -> int:
-    folder = output.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _mixed(chosen: Mapping[str, Format]) -> dict[str, Format]:
@@ -155,18 +123,10 @@ def _mixed(chosen: Mapping[str, Format]) -> dict[str, Format]:
     return {**chosen, first: replace(fmt, bits=4 if fmt.bits == 8 else 8)}
 
 
-def _warnings(
-    source: Checkpoint, method: MethodFacts, chosen: Mapping[str, Format], work: Work, needs: Needs
-) -> Iterator[str]:
-    """What is certain to go wrong or to disappoint."""
-    context = int(source.config.get("max_position_embeddings") or method.seq_len)
+def _warnings(method: MethodFacts, chosen: Mapping[str, Format], work: Work, needs: Needs) -> Iterator[str]:
+    """What is certain to disappoint."""
     widest = max(group.inputs for group in work.quantized)
-    if method.calibrated and not 2 <= method.seq_len <= context:
-        yield f"sequences of {method.seq_len} tokens do not fit the model and will be refused; choose 2 to {context}"
-    if method.calibrated and method.samples < 1:
-        yield f"calibration with {method.samples} samples will be refused; choose 1 or more"
-    else:
-        yield from work.method.warnings(set(chosen.values()), widest, method.samples, method.seq_len)
+    yield from work.method.warnings(set(chosen.values()), widest, method.samples, method.seq_len)
     for what, need in (("disk space", needs.disk), ("memory", needs.ram), ("GPU memory", needs.gpu)):
         if need is not None and need.is_short:
             missing = human_bytes(need.needed - (need.available or 0))

@@ -89,4 +89,4 @@ class QuantizePlan:
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"engines": [verdict.to_dict() for verdict in self.engines]}

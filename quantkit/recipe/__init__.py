@@ -77,7 +77,7 @@ class Recipe(Contents):
         for rule in rules:
             self._check_used(rule, modules, family.tied(config))
         chosen = {module: next(rule for rule in rules if rule.matches(module)) for module in modules}
-        for fused in (fused for layer in family.linears_by_stage(config) for fused in layer):
+        for fused in family.linear_groups(config):
             self._check_fused([(member, chosen[member]) for member in fused])
         plan = {module: rule.fmt for module, rule in chosen.items()}
         self._check_storable(plan)

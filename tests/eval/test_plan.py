@@ -20,7 +20,6 @@ from quantkit.eval.plan.roofline import HELPS, Ceiling, stops_helping
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.plan.weights import WeightPlan, in_format, quantized, unquantized
 from quantkit.eval.shapes import PLAIN_SHAPES, SHAPES
-from quantkit.planning import layer_bytes
 from quantkit.recipe import load_recipe
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device import memory as runtime_memory
@@ -77,7 +76,7 @@ def test_llama_8b_by_hand() -> None:
     # every input column of every layer
     columns = 32 * (6 * 4096 + 14336)
     packed = linear // 2 + linear // 128 * 2 + linear // 128 // 2 + 4 * columns
-    w4 = quantized(model, load_recipe("gptq-w4g128"), layer_bytes)
+    w4 = quantized(model, load_recipe("gptq-w4g128"))
     assert w4.bytes == packed + 2 * kept
     assert round(w4.bytes / 1e9, 1) == 5.7
     assert w4.linear_bits == pytest.approx(4 + 16 / 128 + 4 / 128, abs=0.01)
@@ -119,7 +118,7 @@ def test_bytes_are_those_of_a_real_checkpoint(recipe: str, quantized_demo: Calla
     folder = quantized_demo(recipe)
     written = sum(stored.nbytes for stored in Checkpoint(folder).tensors.values())
     files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    planned = quantized(model_of("demo"), load_recipe(recipe), layer_bytes).bytes
+    planned = quantized(model_of("demo"), load_recipe(recipe)).bytes
     state_text = 8 * 35 if recipe == "nf4" else 0  # bitsandbytes notes each layer's shape as text
     assert abs(planned - written) <= state_text
     assert 0 <= files - planned < 40_000  # names and places of the tensors
@@ -175,7 +174,7 @@ def test_decode_step_by_hand() -> None:
 def test_where_computing_begins_to_bound() -> None:
     """Below the limit a step is bound by memory, above by arithmetic; a long context never lets it get there."""
     model = model_of("llama-3.1-8b")
-    for weights in (unquantized(decoder_of(model)), quantized(model, load_recipe("nf4"), layer_bytes)):
+    for weights in (unquantized(decoder_of(model)), quantized(model, load_recipe("nf4"))):
         bound = ceiling(model, weights)
         limit = bound.bandwidth_bound_up_to(128)
         assert bound.decode(math.floor(limit), 128).bound == "memory"
@@ -190,16 +189,16 @@ def test_where_quantization_stops_helping() -> None:
     def gain(one: Ceiling, batch: int) -> float:
         return plain.decode(batch, 512).seconds / one.decode(batch, 512).seconds
 
-    weight_only = ceiling(model, quantized(model, load_recipe("gptq-w4g128"), layer_bytes))
+    weight_only = ceiling(model, quantized(model, load_recipe("gptq-w4g128")))
     stop = stops_helping(weight_only, plain, 512)
     assert stop is not None
     assert gain(weight_only, stop) < HELPS <= gain(weight_only, stop - 1)
     same = math.ceil(plain.bandwidth_bound_up_to(512))
     assert gain(weight_only, same) == pytest.approx(1)  # both wait for the same arithmetic
-    eight = ceiling(model, quantized(model, load_recipe("fp8"), layer_bytes))
+    eight = ceiling(model, quantized(model, load_recipe("fp8")))
     assert stops_helping(eight, plain, 512) is None
     assert gain(eight, 4096) > 1.5  # twice the rate, apart from lm_head and attention
-    old = ceiling(model, quantized(model, load_recipe("fp8"), layer_bytes), find_gpu("a100-80"))
+    old = ceiling(model, quantized(model, load_recipe("fp8")), find_gpu("a100-80"))
     assert old.linear_seconds == pytest.approx(2 * (old.weights.parameters - 128256 * 8192) / 312e12, rel=1e-3)
 
 
@@ -234,20 +233,20 @@ def _weights_of(row: dict[str, Any]) -> tuple[PlannedModel | None, WeightPlan | 
         return model, unquantized(decoder_of(model))
     if row["format"] not in FORMATS:
         return None, None
-    return model, in_format(model, row["format"], FORMATS[row["format"]]("bfloat16"), layer_bytes)
+    return model, in_format(model, row["format"], FORMATS[row["format"]]("bfloat16"))
 
 
 def test_cost_follows_the_ceiling() -> None:
     model = model_of("llama-3.1-8b")
     asked = Question(batches=(4,), price_per_hour=3.0, efficiency=0.5)
-    (plain, _) = plan_serving(model, [load_recipe("nf4")], H200, asked, layer_bytes).formats
+    (plain, _) = plan_serving(model, [load_recipe("nf4")], H200, asked).formats
     speed = plain.speeds[0]
     assert speed.cost == pytest.approx(3.0 / 3600 / (0.5 * speed.step.tokens_per_second) * 1e6)
 
 
 def test_smaller_caches_hold_twice_as_much() -> None:
     model = model_of("llama-3.1-8b")
-    plans = [plan_serving(model, [], H200, Question(kv_dtype=kind), layer_bytes) for kind in ("auto", "fp8")]
+    plans = [plan_serving(model, [], H200, Question(kv_dtype=kind)) for kind in ("auto", "fp8")]
     wide, narrow = (plan.formats[0].fit.tokens for plan in plans)
     assert narrow == pytest.approx(2 * wide, abs=32)
 

@@ -29,7 +29,6 @@ from quantkit.eval.plan.shards import Shard, shard
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.plan.weights import Chosen, choose, in_format, keep, quantized, unquantized
 from quantkit.formats import CtFloat8, CtInt8, Format, Gptq, LlmInt8, Nf4
-from quantkit.planning import layer_bytes
 from quantkit.recipe import load_recipe
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.ranks import Ranks
@@ -53,19 +52,19 @@ def shards(name: str, ranks: Ranks, recipe: str | None = None) -> list[Shard]:
     """One rank of every stage."""
     model = model_of(name)
     decoder = decoder_of(model)
-    chosen = keep(decoder) if recipe is None else choose(model, load_recipe(recipe), layer_bytes)
+    chosen = keep(decoder) if recipe is None else choose(model, load_recipe(recipe))
     stages = range(ranks.pipeline)
     return [shard(decoder, chosen, Ranks(ranks.tensor, ranks.pipeline, stage * ranks.tensor)) for stage in stages]
 
 
 def all_in(name: str, fmt: Format) -> tuple[Decoder, Chosen]:
     decoder = decoder_of(model_of(name))
-    return decoder, Chosen(fmt.name, fmt.describe(), dict.fromkeys(decoder.linears, fmt), layer_bytes)
+    return decoder, Chosen(fmt.name, fmt.describe(), dict.fromkeys(decoder.linears, fmt))
 
 
 def plan(name: str, *layouts: Ranks, recipes: tuple[str, ...] = ("gptq-w4g128",)) -> ParallelPlan:
     loaded = [load_recipe(recipe) for recipe in recipes]
-    return plan_parallel(model_of(name), loaded, H200, QUESTION, layouts, (NVLINK, PCIE), layer_bytes)
+    return plan_parallel(model_of(name), loaded, H200, QUESTION, layouts, (NVLINK, PCIE))
 
 
 def test_a_rank_of_llama_70b_by_hand() -> None:
@@ -100,7 +99,7 @@ def test_kv_heads_are_replicated_where_ranks_are_more() -> None:
 @pytest.mark.parametrize("recipe", [None, "nf4", "llm-int8"])
 def test_stages_hold_the_model_once(recipe: str | None) -> None:
     model = model_of("llama-3.1-405b")
-    whole = unquantized(decoder_of(model)) if recipe is None else quantized(model, load_recipe(recipe), layer_bytes)
+    whole = unquantized(decoder_of(model)) if recipe is None else quantized(model, load_recipe(recipe))
     for stages in (2, 4, 5, 126):
         parts = shards("llama-3.1-405b", Ranks(1, stages), recipe)
         assert sum(part.weights.bytes for part in parts) == whole.bytes
@@ -113,8 +112,8 @@ def test_stages_hold_the_model_once(recipe: str | None) -> None:
 @pytest.mark.parametrize("recipe", ["gptq-w4g128", "fp8"])
 def test_one_rank_is_the_plan_for_one_gpu(name: str, recipe: str) -> None:
     model = model_of(name)
-    one = plan_serving(model, [load_recipe(recipe)], H200, QUESTION, layer_bytes).formats[1]
-    here = spread(decoder_of(model), choose(model, load_recipe(recipe), layer_bytes), Ranks(), H200, QUESTION)
+    one = plan_serving(model, [load_recipe(recipe)], H200, QUESTION).formats[1]
+    here = spread(decoder_of(model), choose(model, load_recipe(recipe)), Ranks(), H200, QUESTION)
     (stage,) = here.stages
     assert stage.shard.weights == one.weights
     assert replace(stage.fit) == one.fit
@@ -261,7 +260,7 @@ def test_groups_are_not_cut_apart() -> None:
     assert shards("qwen2.5-1.5b", Ranks(4), "gptq-w4g64")
     assert shards("qwen2.5-1.5b", Ranks(4), "nf4")
     assert shards("qwen2.5-1.5b", Ranks(4), "gptq-w8")  # one group a row
-    whole = in_format(model, "x", Gptq(bits=8, group_size=-1), layer_bytes)
+    whole = in_format(model, "x", Gptq(bits=8, group_size=-1))
     (rank,) = shards("qwen2.5-1.5b", Ranks(2), "gptq-w8")
     assert whole.linear_bytes / 2 < rank.weights.linear_bytes < 0.52 * whole.linear_bytes  # scales of a row stand twice
 

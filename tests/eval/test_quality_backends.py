@@ -52,7 +52,7 @@ def test_every_recipe_measures_the_same(recipe: Recipe, tiny_model: Path, tmp_pa
     calibration = FEW if recipe.needs_data else None
     quantkit.quantize(model, recipe, tmp_path / "out", calibration=calibration, quality_windows=0)
     checkpoint = Checkpoint(tmp_path / "out")
-    rounding = [KL_LIMIT[fmt.name] for fmt in checkpoint.formats.values() if fmt.rounds_inputs]
+    rounding = [KL_LIMIT[fmt.name] for fmt in checkpoint.formats.values() if fmt.input_rounding]
     found, wanted = both(tmp_path / "out", windows_of(500))
     assert_agree(found, wanted, max(rounding, default=1e-6))
     assert (found.backend, wanted.backend) == ("runtime", "reference")

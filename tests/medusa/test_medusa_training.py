@@ -10,14 +10,14 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.medusa.loss import LmHead, guess_loss
 from quantkit.medusa.measure import RANKS, Guesses, accuracies, guess, tokens_per_step
-from quantkit.medusa.states import Trace, answers, hidden_states, trace
+from quantkit.medusa.states import Trace, answers, trace
 from quantkit.medusa.train import TrainOptions, fit, heldout_losses
 from quantkit.reference import load_reference, load_tokenizer
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
 from quantkit.runtime.drafters.medusa_tree import Tree, chain
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.scoring import score_tokens
+from quantkit.runtime.scoring import hidden_states, score_tokens
 from quantkit.sources import model_folder
 
 
@@ -55,7 +55,7 @@ def test_hidden_states_are_those_of_transformers() -> None:
     with torch.inference_mode():
         expected: Tensor = load_reference("demo-draft", "float32").model(ids[None]).last_hidden_state[0]
     torch.testing.assert_close(hidden_states(llm.engine, ids), expected, rtol=1e-3, atol=1e-3)
-    with pytest.raises(InputError, match="no room for 100000 tokens"):
+    with pytest.raises(InputError, match="100000 tokens need"):
         hidden_states(llm.engine, torch.zeros(100_000, dtype=torch.long))
     pool = llm.engine.scheduler.pool
     assert pool.free == pool.usable

@@ -71,7 +71,8 @@ def test_budgets_at_both_ends() -> None:
 
 
 def job_for(*changes: str, model: str | Path = "demo", calibration: Calibration = LITTLE) -> Job:
-    return prepare(model, load_recipe("auto-w3.5", changes), calibration, "cpu", 10**9, 0)
+    recipe = load_recipe("auto-w3.5", changes)
+    return prepare(model, recipe, "never-written", calibration=calibration, device="cpu", quality_windows=0)
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +135,9 @@ def test_more_bits_lose_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert record["target_bits"] - 0.1 < record["bits_per_weight"] <= record["target_bits"]
 
 
-def test_targets_out_of_reach_say_the_range(tmp_path: Path) -> None:
+def test_targets_out_of_reach_say_the_range() -> None:
     with pytest.raises(InputError, match=r"target_bits is 2, .* take 2\.13 to 8\.50 bits a weight") as caught:
-        choose_formats(job_for("target_bits=2"), tmp_path)
+        job_for("target_bits=2")
     assert "\n" not in str(caught.value)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quantkit.engines import Layers, verdicts
-from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
+from quantkit.engines import Layers, Verdict, verdicts
+from quantkit.formats import DIALECTS, Awq, CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
 
 
 def refusing(*formats: Format, kept: tuple[str, ...] = ()) -> set[str]:
@@ -56,3 +56,43 @@ def test_refusals_say_why() -> None:
     (verdict,) = [v for v in verdicts(Layers({"a": Gptq(bits=3)})) if v.engine == "vLLM"]
     assert "W3 g128 sym" in verdict.remark
     assert "compressed-tensors" in verdict.remark
+
+
+@pytest.mark.parametrize(
+    ("fmt", "packages"),
+    [
+        (Gptq(), {"transformers": ("gptqmodel", "optimum")}),
+        (Awq(), {"transformers": ("gptqmodel",)}),
+        (CtPacked(), {"transformers": ("compressed-tensors",)}),
+        (Nf4(), {"transformers": ("bitsandbytes",), "vLLM": ("vllm-bnb-plugin",)}),
+    ],
+)
+def test_packages_are_values_and_the_remark_is_made_of_them(fmt: Format, packages: dict[str, tuple[str, ...]]) -> None:
+    found = verdicts(Layers({"a": fmt}))
+    assert {verdict.engine: verdict.packages for verdict in found if verdict.packages} == packages
+    assert all(verdict.loads for verdict in found)
+    (transformers,) = [verdict for verdict in found if verdict.engine == "transformers"]
+    assert transformers.remark == "with " + " and ".join(packages["transformers"])
+
+
+def test_a_verdict_as_json() -> None:
+    assert Verdict("vLLM", ("one", "two")).to_dict() == {"engine": "vLLM", "loads": False, "remark": "one; two"}
+    assert Verdict("SGLang").to_dict() == {"engine": "SGLang", "loads": True, "remark": ""}
+
+
+def test_reasons_come_once_in_the_order_of_the_layers() -> None:
+    """Whatever the order of a set in this process: model cards are the same bytes every time."""
+    formats = [CtPacked(bits=bits) for bits in (3, 2, 4, 3)]
+    layers = Layers({f"layer{i}": fmt for i, fmt in enumerate(formats)})
+    (sglang,) = [verdict for verdict in verdicts(layers) if verdict.engine == "SGLang"]
+    assert [reason.partition(",")[2] for reason in sglang.reasons] == ["", " not 3", " not 2"]
+
+
+def test_layouts_that_take_float16_only_elsewhere() -> None:
+    only = [Gptq(bits=3), Gptq(sym=False), Gptq(group_size=256), Awq(sym=True), Awq(group_size=16)]
+    assert all(fmt.only_float16_elsewhere for fmt in only)
+    assert not any(fmt.only_float16_elsewhere for fmt in (Gptq(), Gptq(bits=8, group_size=-1), Awq(), CtPacked(bits=3)))
+
+
+def test_only_bitsandbytes_stays_whole_elsewhere() -> None:
+    assert [name for name, dialect in DIALECTS.items() if not dialect.cut_elsewhere] == ["bitsandbytes"]

@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "wording": set(),
     "host_memory": set(),
+    "defaults": set(),
     "strict_yaml": set(),
     "formats": {"errors"},
     "stages": set(),
@@ -45,7 +46,7 @@ ALLOWED["pipeline"] |= {"storage", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
-ALLOWED["planning"] |= {"blocks", "passes", "recipe", "reference", "stages", "wording"}
+ALLOWED["planning"] |= {"blocks", "passes", "pipeline", "stages", "wording"}
 ALLOWED["runtime"] = {
     "errors",
     "formats",
@@ -68,7 +69,7 @@ ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection",
 ALLOWED["deploy"] = {"checkpoint", "errors", "runtime", "sources", "strict_yaml", "wording"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
-EVERYWHERE = {"errors", "progress"}
+EVERYWHERE = {"defaults", "errors", "progress"}
 
 # These run on a bare GPU image.
 BARE = {"torch", "triton", "safetensors", "transformers", *sys.stdlib_module_names}

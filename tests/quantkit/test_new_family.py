@@ -14,8 +14,8 @@ from quantkit.arch import FAMILIES, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.eval.plan.model import read_model
 from quantkit.inspection import inspect_checkpoint
+from quantkit.pipeline.job import prepare
 from quantkit.planning import make_plan
-from quantkit.recipe import load_recipe
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.loading import load_blocks
 
@@ -79,7 +79,7 @@ def test_one_more_family_is_one_more_value(tmp_path: Path, monkeypatch: pytest.M
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 64}
     config = OneMoreConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     OneMoreForCausalLM(config).save_pretrained(tmp_path / "model")
-    plan = make_plan(Checkpoint(tmp_path / "model"), load_recipe("rtn-w4g32"), samples=1, seq_len=8, device="cpu")
+    plan = make_plan(prepare(tmp_path / "model", "rtn-w4g32", tmp_path / "out"))
     report = quantkit.quantize(tmp_path / "model", "rtn-w4g32", tmp_path / "out")
     checkpoint = Checkpoint(tmp_path / "out")
     assert plan.output.bytes == report.bytes == inspect_checkpoint(tmp_path / "out").bytes

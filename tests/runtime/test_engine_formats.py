@@ -81,7 +81,7 @@ def assert_greedy(logits: Tensor, answer: list[int], tie: Tensor | float) -> Non
 def rounding_tolerance(folder: Path) -> float | None:
     """None where activations are exact."""
     formats = Checkpoint(folder).formats.values()
-    return max((ROUNDED[fmt.name] for fmt in formats if fmt.rounds_inputs), default=None)
+    return max((ROUNDED[fmt.name] for fmt in formats if fmt.input_rounding), default=None)
 
 
 def assert_served(folder: Path, prompt: list[int]) -> None:

@@ -39,7 +39,6 @@ def test_static_without_calibration_is_refused() -> None:
 
 def test_other_formats_ignore_the_scale() -> None:
     quantized = CtFloat8().quantize(WEIGHT)
-    assert not CtFloat8().needs_input_scale
     assert CtFloat8().with_input_scale(quantized, 3.0) is quantized
     carried = STATIC.with_input_scale(STATIC.quantize(WEIGHT), 3.0)
     assert set(CtFloat8(strategy="tensor").pack(carried)) == {"weight", "weight_scale"}

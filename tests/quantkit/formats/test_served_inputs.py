@@ -21,7 +21,7 @@ def name_of(fmt: Format) -> str:
 @pytest.mark.parametrize("fmt", [Gptq(), Awq(), CtPacked(), Nf4(), Fp4(), CtFloat8(activations="exact")], ids=name_of)
 def test_weight_only_formats_leave_inputs_alone(fmt: Format) -> None:
     inputs = random_inputs(3, 64)
-    assert not fmt.rounds_inputs
+    assert fmt.input_rounding is None
     assert fmt.served_inputs(inputs) is inputs
 
 
@@ -32,7 +32,7 @@ def test_shape_and_dtype_stay_and_the_caller_keeps_its_tensor(fmt: Format, dtype
     inputs[0, 1] = 0  # a padded token
     before = inputs.clone()
     served = fmt.served_inputs(inputs)
-    assert fmt.rounds_inputs
+    assert fmt.input_rounding is not None
     assert (served.shape, served.dtype) == (inputs.shape, inputs.dtype)
     assert torch.equal(inputs, before)
     assert torch.isfinite(served).all()

@@ -9,22 +9,24 @@ from torch import Tensor
 
 import quantkit
 from quantkit.arch import Family
+from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.eval.quality.layer_errors import layer_errors
 from quantkit.inspection import inspect_checkpoint
+from quantkit.pipeline.job import prepare
 from quantkit.planning import make_plan
-from quantkit.recipe import load_recipe
 from quantkit.runtime.model.config import read_model_config
 
 LAYERS = 3
+FEW = Calibration(samples=6, seq_len=32)
 Quantized = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.mark.parametrize("recipe", ["rtn-w4g32", "gptq-w4g32", "awq-w4g32"])
 def test_plan_and_inspect_know_the_sizes(recipe: str, source: Path, quantized: Quantized, family: Family) -> None:
     folder, report = quantized(recipe)
-    plan = make_plan(Checkpoint(source), load_recipe(recipe), samples=6, seq_len=32, device="cpu")
+    plan = make_plan(prepare(source, recipe, folder.with_name("none"), calibration=FEW, quality_windows=0))
     written = inspect_checkpoint(folder)
     linears = family.linears(Checkpoint(source).config)
     assert [scheme.layers for scheme in plan.output.schemes] == [len(linears)] == list(written.schemes.values())
