@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.sampling.prompt_logprobs import ROWS
 
 

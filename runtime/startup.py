@@ -18,6 +18,7 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
 from quantkit.runtime.device.decode_graphs import StepGraphs
 from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.kv_cache import allocate_draft_cache
 from quantkit.runtime.device.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
 from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
@@ -27,19 +28,20 @@ from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
 from quantkit.runtime.drafters.setup import (
     check_draft_context,
-    draft_cache,
     find_draft,
     find_medusa,
     make_speculation,
 )
 from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.model.batch import KvCache
 from quantkit.runtime.model.config import ModelConfig, read_model_config
-from quantkit.runtime.model.decoder import Decoder, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import import_ahead, ops_for
 from quantkit.runtime.model.ranks import Ranks, local_config
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.coordinated import LeadGraphs
 from quantkit.runtime.parallel.crew import Crew, refuse_ranks, start_crew
 from quantkit.runtime.parallel.launcher import Launcher
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIRST_GRAPHS = (1,)
-_GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json says it all
 
 
 @dataclass
@@ -153,7 +154,8 @@ def build_engine(
 
     def make_drafter(model: DraftModel) -> ModelDrafter:
         decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
-        cache, places, graphs = draft_cache(model.config, runner.cache, dtype), runner.places.alone(), runner.graphs
+        cache = allocate_draft_cache(model.config, runner.cache, dtype)
+        places, graphs = runner.places.alone(), runner.graphs
         loop = DraftLoop(decoder, cache, ops_for(device, dtype), places, graphs is not None)
         prompts = None if graphs is None else PromptGraphs(decoder, cache, places, graphs.pool)
         return ModelDrafter(ModelPart(decoder, cache, places, prompt_graphs=prompts), loop)
@@ -200,18 +202,3 @@ def _make_runner(
 def _generation_config(folder: Path) -> Config:
     file = folder / "generation_config.json"
     return read_json(file, "") if file.exists() else {}
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """None for a folder without one: such a model takes and gives token ids."""
-    if not any(folder.glob("tokenizer*")):
-        return None
-    file = folder / "tokenizer_config.json"
-    named = read_json(file, "").get("tokenizer_class") if file.exists() else None
-    if named in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").exists():  # Auto would import seconds of modules
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)

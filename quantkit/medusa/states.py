@@ -17,7 +17,7 @@ from quantkit.progress import Progress, silent
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from quantkit.runtime.core.pages import Digest, page_digest
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.engine.page_pool import Digest, page_digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

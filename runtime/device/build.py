@@ -11,11 +11,13 @@ from quantkit.arch import Config
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.device.decode_graphs import StepGraphs
 from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.kv_cache import allocate_cache
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
+from quantkit.runtime.model.batch import KvCache
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.decoder import Decoder, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks
@@ -63,17 +65,6 @@ def make_decoder(
     device = options.torch_device
     tables = rope_tables(raw, config, max_context, device)
     return Decoder(config, weights, tables, ops_for(device, dtype), attention_scratch(config, options), group, ranks)
-
-
-def allocate_cache(config: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, options: EngineOptions) -> KvCache:
-    """Page 0 must hold numbers: padding reads it."""
-    kept = KV_DTYPES[options.kv_dtype] or dtype
-    shape = (config.layers, 2, plan.pages, config.kv_heads, plan.page_size, config.head_dim)
-    device = options.torch_device
-    pages = torch.empty(shape, dtype=kept, device=device)
-    pages.view(torch.uint8)[:, :, 0] = 0
-    scale = torch.ones(config.kv_heads, device=device) if kept != dtype else None
-    return KvCache(pages, scale)
 
 
 def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:

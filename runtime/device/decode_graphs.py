@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_plan import MOST_GUESSES
+from quantkit.runtime.core.step_result import Answered
 from quantkit.runtime.device.device_rows import Places
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, MOST_GUESSES)  # that a graph is made for; others are padded
 _NEW_TOKENS = (1, *(1 + length for length in DRAFT_LENGTHS))
@@ -69,16 +71,6 @@ def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAG
     end.record()
     end.synchronize()
     return graph, begin.elapsed_time(end) / 1000 / _REPLAYS
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Of the rows behind which a token is sampled: hidden states, token ids, places and positions."""
-
-    hidden: Tensor
-    ids: Tensor
-    places: Tensor
-    positions: Tensor
 
 
 class StepGraphs:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.runtime.core.pages import PADDING_PAGE
 from quantkit.runtime.core.step_plan import FROM_PLACE, MOST_GUESSES
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.engine.page_pool import PADDING_PAGE
 from quantkit.runtime.model.tensor_group import Alone, Group
 
 

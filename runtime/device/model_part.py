@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.runtime.device.decode_graphs import Answered, StepGraphs
+from quantkit.runtime.core.step_result import Answered
+from quantkit.runtime.device.decode_graphs import StepGraphs
 from quantkit.runtime.device.device_rows import Places
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 
 
 @dataclass(frozen=True)

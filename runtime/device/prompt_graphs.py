@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.runtime.device.decode_graphs import Answered, capture_graph
+from quantkit.runtime.core.step_result import Answered
+from quantkit.runtime.device.decode_graphs import capture_graph
 from quantkit.runtime.device.device_rows import Places
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 
 TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 MOST_TOKENS = TOKENS[-1]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import Share, StepPlan
-from quantkit.runtime.device.decode_graphs import Answered, Key
+from quantkit.runtime.core.step_result import Answered, Launched, Outcome, PromptLogprobs, Sampled, Samples, StepRows
+from quantkit.runtime.device.decode_graphs import Key
 from quantkit.runtime.device.keep_path import keep_path
 from quantkit.runtime.device.model_part import ModelPart, PageMoves, to_host
 from quantkit.runtime.device.step_inputs import InputMaker, TableChanges
@@ -28,32 +29,8 @@ from quantkit.runtime.parallel.coordinator import Lead
 from quantkit.runtime.parallel.pipeline import Links, Rows
 from quantkit.runtime.parallel.step_message import Step, moves_to_lists
 from quantkit.runtime.sampling.acceptance import accepted_path, describer, proposed_guesses
-from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs, wants_prompt_logprobs
-from quantkit.runtime.sampling.sampler import Sampler, Samples
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """Of the rows behind which a token was sampled, on the device and valid until the next step is launched: the token
-    there, its position, and the one that was sampled."""
-
-    ids: Tensor
-    positions: Tensor
-    sampled: Tensor
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A step on its way. Tensors are on the host and filled when `done` has happened."""
-
-    plan: StepPlan
-    sampling: list[Share]
-    samples: Samples
-    verified: Tensor | None  # the tokens of the rows behind which a token was sampled, where guesses are among them
-    prompts: dict[int, PromptLogprobs]  # sequence id -> log-probabilities of the prompt tokens in this step
-    done: torch.cuda.Event | None
-    hidden: Tensor | None = None  # of the rows behind which a token was sampled, on the device, where kept
-    rows: StepRows | None = None  # what the device knows before the host does
+from quantkit.runtime.sampling.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
+from quantkit.runtime.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -64,29 +41,6 @@ class Travelling:
     step: Step
     rows: Answered  # but for their hidden states
     back: Rows | None  # None: none of its rows is wanted
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A token that came back."""
-
-    token: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came back for one sequence: the tokens of its draft that were right, and the one that follows. `path` has
-    the numbers of these guesses."""
-
-    share: Share
-    tokens: list[Sampled]
-    path: tuple[int, ...] = ()
-
-    @property
-    def accepted(self) -> int:
-        return len(self.tokens) - 1
 
 
 class Runner:

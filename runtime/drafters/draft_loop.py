@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.runtime.core.step_result import StepRows
 from quantkit.runtime.device.decode_graphs import DRAFT_LENGTHS, graph_sizes, timed_capture
 from quantkit.runtime.device.device_rows import Places
-from quantkit.runtime.device.runner import StepRows
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.sampling.sampler import Settings
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from quantkit.arch import Config
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import Share, StepPlan, guess_in_place
+from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.device.model_part import ModelPart, PageMoves
 from quantkit.runtime.device.prompt_graphs import MOST_TOKENS
-from quantkit.runtime.device.runner import Launched, Outcome
 from quantkit.runtime.device.step_inputs import InputMaker
 from quantkit.runtime.drafters.draft_loop import Behind, DraftLoop, LoopInputs
 from quantkit.runtime.model.config import ModelConfig

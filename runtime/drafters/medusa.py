@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import StepPlan, guess_in_place
+from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.device.device_rows import Places
-from quantkit.runtime.device.runner import Launched, Outcome
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
 from quantkit.runtime.model.decoder import Decoder
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import StepPlan
-from quantkit.runtime.device.runner import Launched, Outcome
+from quantkit.runtime.core.step_result import Launched, Outcome
 
 LONGEST, SHORTEST = 4, 2  # tokens that must be the same, the longest first
 

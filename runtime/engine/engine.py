@@ -23,8 +23,9 @@ from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence
+from quantkit.runtime.core.step_result import Launched, PromptLogprobs, Sampled
 from quantkit.runtime.device.memory import MemoryPlan
-from quantkit.runtime.device.runner import Launched, Runner, Sampled, Travelling
+from quantkit.runtime.device.runner import Runner, Travelling
 from quantkit.runtime.engine.page_pool import PagePool
 from quantkit.runtime.engine.scheduler import Limits, Scheduler
 from quantkit.runtime.engine.speculation import Speculation
@@ -32,7 +33,6 @@ from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.output.detokenizer import TextStream
 from quantkit.runtime.output.stop_conditions import text_stream, why_ends
 from quantkit.runtime.parallel.crew import Crew
-from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

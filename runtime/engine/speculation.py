@@ -24,8 +24,8 @@ from typing import Protocol
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import MOST_GUESSES, StepPlan
+from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.device.decode_graphs import Key, StepGraphs
-from quantkit.runtime.device.runner import Launched, Outcome
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from quantkit.runtime.device.decode_graphs import Key, StepGraphs
 from quantkit.runtime.device.device_rows import Places
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.parallel.channel import Kind
 from quantkit.runtime.parallel.coordinator import Lead
 from quantkit.runtime.parallel.pipeline import Links

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.runtime.device.model_part import PageMoves
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.parallel.channel import Lists
 
 _INPUTS = tuple(field.name for field in fields(StepInputs))

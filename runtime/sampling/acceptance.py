@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.core.step_result import Samples
 from quantkit.runtime.sampling.rejection import Proposed
-from quantkit.runtime.sampling.sampler import Samples
 
 
 def accepted_path(share: Share, row: int, tokens: list[int], verified: list[int], coins: list[bool]) -> list[int]:

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.core.step_result import PromptLogprobs
 from quantkit.runtime.model.decoder import Decoder
 
 ROWS = 512  # at once: logits of a whole chunk would need gigabytes
-
-
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """Of the prompt tokens from position `first` on: their log-probability, and the most probable ones there."""
-
-    first: int
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-
-    @property
-    def end(self) -> int:
-        """The position behind the last one."""
-        return self.first + len(self.logprobs)
-
-    def since(self, position: int) -> PromptLogprobs:
-        """Those from a position on."""
-        skipped = position - self.first
-        return PromptLogprobs(position, self.logprobs[skipped:], self.top[skipped:])
 
 
 def wants_prompt_logprobs(plan: StepPlan) -> bool:

@@ -19,18 +19,9 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sequence import Guide, Sequence
+from quantkit.runtime.core.step_result import Samples
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.sampling.rejection import Proposed, verify
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Of every sampling sequence, on the device. `top` and `top_logprobs` hold the most probable tokens."""
-
-    tokens: Tensor  # int64 [rows]
-    logprobs: Tensor | None = None  # float32 [rows], before penalties and temperature
-    top: Tensor | None = None  # int64 [rows, most]
-    top_logprobs: Tensor | None = None  # float32 [rows, most]
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Delta, Engine, Request
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.messages import Message
-from quantkit.runtime.startup import load_tokenizer, start_engine
+from quantkit.runtime.startup import start_engine
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:

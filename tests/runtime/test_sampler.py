@@ -10,8 +10,9 @@ from torch import Tensor
 
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_result import Samples
 from quantkit.runtime.model.ops import ops_for
-from quantkit.runtime.sampling.sampler import Sampler, Samples
+from quantkit.runtime.sampling.sampler import Sampler
 
 VOCAB = 24
 PLACES = 4

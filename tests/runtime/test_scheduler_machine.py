@@ -16,20 +16,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.pages import PADDING_PAGE
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import FROM_PLACE, Share, StepPlan
+from quantkit.runtime.core.step_result import Outcome, PromptLogprobs, Sampled
 from quantkit.runtime.device.memory import MemoryPlan
-from quantkit.runtime.device.runner import Outcome, Sampled
 from quantkit.runtime.device.step_inputs import InputMaker, TableChanges
 from quantkit.runtime.engine.engine import Engine, Request
-from quantkit.runtime.engine.page_pool import PADDING_PAGE
 from quantkit.runtime.engine.scheduler import Scheduler
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 from quantkit.runtime.llm import Answer, _generation
-from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs
 
 END = 2
 VOCAB = 3

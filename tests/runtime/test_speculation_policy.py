@@ -11,13 +11,12 @@ import torch
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import Share, StepPlan
-from quantkit.runtime.device.runner import Launched, Outcome, Sampled
+from quantkit.runtime.core.step_result import Launched, Outcome, Sampled, Samples
 from quantkit.runtime.drafters.ngram import NgramDrafter
 from quantkit.runtime.engine import speculation as module
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
-from quantkit.runtime.sampling.sampler import Samples
 
 
 def sequences(count: int) -> list[Sequence]:

@@ -17,7 +17,8 @@ from quantkit.kernels.reference import sampling
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import Share, StepPlan
-from quantkit.runtime.device.runner import Launched, Outcome, Runner
+from quantkit.runtime.core.step_result import Launched, Outcome
+from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.sampling.rejection import Proposed
 from quantkit.runtime.sampling.sampler import Sampler

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
+from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import read_model_config
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import ops_for

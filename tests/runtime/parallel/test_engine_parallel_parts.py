@@ -17,7 +17,7 @@ from quantkit.runtime.device.model_part import BusyClock, PageMoves
 from quantkit.runtime.device.step_inputs import StepInputs
 from quantkit.runtime.engine.page_pool import PagePool
 from quantkit.runtime.engine.scheduler import Limits, Scheduler
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.channel import Channel, Kind, pack, unpack
 from quantkit.runtime.parallel.coordinator import Lead

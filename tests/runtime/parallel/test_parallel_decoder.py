@@ -24,7 +24,7 @@ from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Gptq
 from quantkit.recipe import load_recipe
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
 
 SCRIPT = Path(__file__).with_name("decoder_rank.py")
