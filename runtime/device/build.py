@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +13,15 @@ from quantkit.runtime.device.device_rows import Places
 from quantkit.runtime.device.kv_cache import allocate_cache
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.model_part import ModelPart
+from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
-from quantkit.runtime.model.batch import KvCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import rope_tables
-from quantkit.runtime.model.tensor_group import Alone, Group
-
-MakeGraphs = Callable[[Decoder, KvCache, Places], StepGraphs]
+from quantkit.runtime.model.tensor_group import Group, OneRank
 
 
 def make_part(
@@ -35,17 +32,21 @@ def make_part(
     dtype: torch.dtype,
     options: EngineOptions,
     *,
-    group: Group = Alone(),  # noqa: B008  (has no state)
+    group: Group = OneRank(),  # noqa: B008  (has no state)
     ranks: Ranks = Ranks(),  # noqa: B008
-    make_graphs: MakeGraphs | None = None,
+    peers: Peers = Alone(),  # noqa: B008
 ) -> ModelPart:
-    """`config` is this rank's own; `make_graphs` where steps may be CUDA graphs."""
+    """`config` is this rank's own. `peers` are told when it captures a graph; ranks that are told themselves have none.
+
+    A step is a CUDA graph where one graph can hold all of it: not where it goes through several stages.
+    """
     cache = allocate_cache(config, plan, dtype, options)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
     places = Places(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
-    if make_graphs is None or not options.graphs or options.torch_device.type != "cuda":
-        return ModelPart(decoder, cache, places)
-    graphs = make_graphs(decoder, cache, places)
+    staged = ranks.pipeline > 1
+    if staged or not options.graphs or options.torch_device.type != "cuda":
+        return ModelPart(decoder, cache, places, timed=staged)
+    graphs = StepGraphs(decoder, cache, places, peers)
     alone = ranks == Ranks()  # others would have to make the same graphs at the same time
     return ModelPart(
         decoder, cache, places, graphs, PromptGraphs(decoder, cache, places, graphs.pool) if alone else None
@@ -59,7 +60,7 @@ def make_decoder(
     max_context: int,
     dtype: torch.dtype,
     options: EngineOptions,
-    group: Group = Alone(),  # noqa: B008
+    group: Group = OneRank(),  # noqa: B008
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Decoder:
     device = options.torch_device

@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.runtime.core.step_plan import MOST_GUESSES
 from quantkit.runtime.core.step_result import Answered
 from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.step_inputs import StepInputs
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
@@ -74,7 +75,16 @@ def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAG
 
 
 class StepGraphs:
-    def __init__(self, decoder: Decoder, cache: KvCache, places: Places) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        places: Places,
+        peers: Peers = Alone(),  # noqa: B008  (has no state)
+    ) -> None:
+        """`peers` are told of every capture. Within a step other ranks make a graph by themselves, and find it there
+        when they are told."""
+        self._peers = peers
         self._decoder = decoder
         self._cache = cache
         self._places = places
@@ -150,9 +160,10 @@ class StepGraphs:
         """Makes the graph of a size, unless it is there."""
         if key in self._graphs:
             return
-        for column, filler in zip(self._columns(key), _padding(self._places.padding), strict=True):
-            column.fill_(filler)
-        graph, seconds = timed_capture(lambda: self._step(key), self.pool)
+        with self._peers.capturing(key.sequences, key.new, key.tree):
+            for column, filler in zip(self._columns(key), _padding(self._places.padding), strict=True):
+                column.fill_(filler)
+            graph, seconds = timed_capture(lambda: self._step(key), self.pool)
         self._graphs[key] = graph
         self.seconds[key.sequences, key.new] = seconds
 

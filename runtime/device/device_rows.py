@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.runtime.core.pages import PADDING_PAGE
 from quantkit.runtime.core.step_plan import FROM_PLACE, MOST_GUESSES
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.tensor_group import Alone, Group
+from quantkit.runtime.model.tensor_group import Group, OneRank
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Places:
         count: int,
         table_width: int,
         device: torch.device,
-        group: Group = Alone(),  # noqa: B008  (has no state)
+        group: Group = OneRank(),  # noqa: B008  (has no state)
     ) -> None:
         """Of a `group` of ranks that all have such places, the first one's tokens count."""
         self.count = count
@@ -51,7 +51,7 @@ class Places:
     def alone(self) -> Places:
         """The same rows for a model that this rank runs alone, as a draft: no other rank is asked for tokens."""
         places = copy(self)
-        places._group = Alone()
+        places._group = OneRank()
         return places
 
     @property

@@ -7,7 +7,6 @@ its pages and computes its part.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,30 +15,16 @@ from quantkit.runtime.core.step_result import Answered
 from quantkit.runtime.device.decode_graphs import StepGraphs
 from quantkit.runtime.device.device_rows import Places
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
-from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.device.step_inputs import PageMoves, StepInputs
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
-
-
-@dataclass(frozen=True)
-class PageMoves:
-    """Pages that change hands before a step: out to the host, back from the host, copies. In this order, because a page
-    that one gives another may take. Sequences go by their ids; what was kept of the `dropped` ones is not wanted."""
-
-    dropped: list[int] = field(default_factory=list)
-    out: list[tuple[int, list[int]]] = field(default_factory=list)
-    back: list[tuple[int, list[int]]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
-
-    def __bool__(self) -> bool:
-        return bool(self.dropped or self.out or self.back or self.copies)
 
 
 class BusyClock:
     """Seconds in which this process computed. Costs nothing while it is off."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.on = False
+    def __init__(self, device: torch.device, on: bool = False) -> None:
+        self.on = on
         self._cuda = device.type == "cuda"
         self._seconds = 0.0
         self._begin = 0.0
@@ -76,13 +61,15 @@ class ModelPart:
         places: Places,
         graphs: StepGraphs | None = None,
         prompt_graphs: PromptGraphs | None = None,
+        timed: bool = False,
     ) -> None:
+        """`timed`: its clock counts, as one of several stages."""
         self.decoder = decoder
         self.cache = cache
         self.places = places
         self.graphs = graphs
         self.prompt_graphs = prompt_graphs
-        self.clock = BusyClock(cache.pages.device)
+        self.clock = BusyClock(cache.pages.device, timed)
         self._on_host: dict[int, Tensor] = {}  # sequence -> its pages
 
     @property

@@ -9,8 +9,7 @@ through several stages, a launched step is on its way until its rows come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,45 +20,43 @@ from quantkit.runtime.core.step_plan import Share, StepPlan
 from quantkit.runtime.core.step_result import Answered, Launched, Outcome, PromptLogprobs, Sampled, Samples, StepRows
 from quantkit.runtime.device.decode_graphs import Key
 from quantkit.runtime.device.keep_path import keep_path
-from quantkit.runtime.device.model_part import ModelPart, PageMoves, to_host
-from quantkit.runtime.device.step_inputs import InputMaker, TableChanges
-from quantkit.runtime.parallel.channel import Kind, Lists
-from quantkit.runtime.parallel.coordinated import LeadDecoder
-from quantkit.runtime.parallel.coordinator import Lead
-from quantkit.runtime.parallel.pipeline import Links, Rows
-from quantkit.runtime.parallel.step_message import Step, moves_to_lists
+from quantkit.runtime.device.model_part import ModelPart, to_host
+from quantkit.runtime.device.peers import Alone, Peers, ReturningRows
+from quantkit.runtime.device.step_inputs import InputMaker, PageMoves, Step, TableChanges
 from quantkit.runtime.sampling.acceptance import accepted_path, describer, proposed_guesses
 from quantkit.runtime.sampling.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from quantkit.runtime.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """A step on its way through the stages."""
+class InFlight:
+    """A step that was launched. Its tokens are sampled at once where this process has the last blocks (`launched`),
+    else when its rows are back from the other stages (`returning`)."""
 
     plan: StepPlan
     step: Step
-    rows: Answered  # but for their hidden states
-    back: Rows | None  # None: none of its rows is wanted
+    rows: Answered  # where they return, but for their hidden states
+    launched: Launched | None = None
+    returning: ReturningRows | None = None
 
 
 class Runner:
     """Owns what this process has of the model, and with it the places on the device."""
 
-    def __init__(self, part: ModelPart, sampler: Sampler, lead: Lead | None = None, links: Links | None = None) -> None:
-        """`lead` and `links` reach the other ranks, where there are any."""
+    def __init__(
+        self,
+        part: ModelPart,
+        sampler: Sampler,
+        peers: Peers = Alone(),  # noqa: B008  (has no state)
+    ) -> None:
         self.part = part
         self.cache = part.cache
         self.places = part.places
         self.graphs = part.graphs
-        self.decoder = part.decoder  # for others: all ranks take part in what it computes
+        self.decoder = peers.coordinated(part.decoder)  # for others: all ranks take part in what it computes
         self.keeps_hidden = False
         self._sampler = sampler
-        self._lead = lead
-        self._links = links
-        if lead is not None and links is not None:
-            self.decoder = LeadDecoder(part.decoder, lead, links)
-            part.clock.on = links.ranks.pipeline > 1
+        self._peers = peers
         self._changes = TableChanges(part.places.count, part.places.page_table.shape[1])
         self._table: tuple[list[int], list[int]] = [], []  # its changes for the step that is prepared
         self._maker = InputMaker(part.cache.page_size)
@@ -88,40 +85,35 @@ class Runner:
             plan.straighten()
         moves = self._moves(plan)
         if moves:
-            self._tell(Kind.MOVES, lambda: moves_to_lists(moves))
+            self._peers.tell_moves(moves)
             self.part.move(moves)
         self._table = self._changes.of(plan)
         self.places.update_table(*self._table)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched | Travelling:
+    def launch(self, plan: StepPlan) -> InFlight:
         """Queues one step that was prepared."""
         inputs = self._maker.make(plan)
         step = Step(inputs, *self._table, every=wants_prompt_logprobs(plan))
-        with self._together():
-            self._tell(Kind.STEP, step.to_lists)
-            if self._links is None or self._links.ranks.pipeline == 1:
-                every, rows = self.part.run(inputs)
-                return self._sample(plan, step, rows, every)
+        with self._peers.guarded():
+            self._peers.tell_step(step)
             with self.part.clock:
                 every, rows = self.part.run(inputs)
-            assert every is not None
-            back = self._links.expect(len(step.rows)) if step.rows else None
-            self._links.send_on(every)
-            return Travelling(plan, step, rows, back)
+            returning = self._peers.send_on(every, len(step.rows))
+            launched = self._sample(plan, step, rows, every) if returning is None else None
+            return InFlight(plan, step, rows, launched, returning)
 
     @torch.inference_mode()
-    def arrived(self, travelling: Travelling) -> Launched:
+    def arrived(self, flight: InFlight) -> Launched:
         """Waits until a step has gone through all stages, and samples its tokens."""
-        plan, step, rows = travelling.plan, travelling.step, travelling.rows
-        if travelling.back is None:
-            return self._bring_back(plan, [], Samples(rows.places), None, {}, rows.hidden)
-        with self._together():
-            self._tell(Kind.ROWS, list, first_stage=True)
-            hidden = travelling.back.wait()
+        if flight.launched is not None:
+            return flight.launched
+        assert flight.returning is not None
+        with self._peers.guarded():
+            hidden, step = flight.returning.wait(), flight.step
             with self.part.clock:
-                rows = replace(rows, hidden=hidden[step.inputs.rows] if step.every else hidden)
-                return self._sample(plan, step, rows, hidden if step.every else None)
+                rows = replace(flight.rows, hidden=hidden[step.inputs.rows] if step.every else hidden)
+                return self._sample(flight.plan, step, rows, hidden if step.every else None)
 
     def _sample(self, plan: StepPlan, step: Step, rows: Answered, every: Tensor | None) -> Launched:
         """The tokens behind the rows of a step. Where it also asks for prompts, ranks are told of each logits."""
@@ -178,7 +170,7 @@ class Runner:
                     sources.append(pages[(first + node) // size] * size + (first + node) % size)
                     targets.append(pages[(first + ahead) // size] * size + (first + ahead) % size)
         if sources:
-            self._tell(Kind.KEEP, lambda: [sources, targets])
+            self._peers.tell_kept(sources, targets)
             both = self.places.to_device(sources + targets)
             keep_path(self.cache.pages, *both.chunk(2))
 
@@ -192,13 +184,6 @@ class Runner:
         self._swapped |= {sequence.id: sequence for sequence, _ in plan.swap_out}
         out, back = ([(one.id, pages) for one, pages in moved] for moved in (plan.swap_out, plan.swap_in))
         return PageMoves(dropped, out, back, plan.copies)
-
-    def _tell(self, kind: Kind, lists: Callable[[], Lists], *, first_stage: bool = False) -> None:
-        if self._lead is not None:
-            self._lead.send(kind, lists(), first_stage=first_stage)
-
-    def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._lead is None else self._lead.guarded()
 
     def _bring_back(
         self,

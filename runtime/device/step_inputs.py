@@ -33,6 +33,36 @@ class StepInputs:
         return max(self.counts, default=1)
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step for all ranks. `index` and `pages` are what changes in the page table; `every`: the hidden states of all
+    tokens are wanted, not only of those behind which a token is sampled."""
+
+    inputs: StepInputs
+    index: list[int]
+    pages: list[int]
+    every: bool = False
+
+    @property
+    def rows(self) -> list[int]:
+        """Of the hidden states, that the first stage gets back."""
+        return list(range(len(self.inputs.ids))) if self.every else self.inputs.rows
+
+
+@dataclass(frozen=True)
+class PageMoves:
+    """Pages that change hands before a step: out to the host, back from the host, copies. In this order, because a page
+    that one gives another may take. Sequences go by their ids; what was kept of the `dropped` ones is not wanted."""
+
+    dropped: list[int] = field(default_factory=list)
+    out: list[tuple[int, list[int]]] = field(default_factory=list)
+    back: list[tuple[int, list[int]]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.out or self.back or self.copies)
+
+
 class TableChanges:
     """Remembers which page numbers the device has, so that only new ones travel."""
 

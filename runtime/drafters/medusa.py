@@ -17,13 +17,13 @@ from quantkit.runtime.core.step_plan import StepPlan, guess_in_place
 from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.device.device_rows import Places
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
-from quantkit.runtime.model.decoder import Decoder
+from quantkit.runtime.model.decoder import AnyDecoder
 
 
 class MedusaDrafter:
     early = False
 
-    def __init__(self, heads: MedusaHeads, decoder: Decoder, places: Places, most: int) -> None:
+    def __init__(self, heads: MedusaHeads, decoder: AnyDecoder, places: Places, most: int) -> None:
         """The first `most` nodes of the heads' tree; it is a chain where the model's attention has windows."""
         self._heads = heads
         self._decoder = decoder

@@ -6,7 +6,7 @@ The residual sum and the norm behind it are one kernel, so a block hands over th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,20 @@ from quantkit.runtime.model.layers import Block, Linear, Weights
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import RopeTable
-from quantkit.runtime.model.tensor_group import Alone, Group
+from quantkit.runtime.model.tensor_group import Group, OneRank
+
+
+class AnyDecoder(Protocol):
+    """What is asked of a decoder beside the scheduler's steps: of one process alone, or of all ranks together."""
+
+    config: ModelConfig
+    weights: Weights
+
+    def hidden_states(self, batch: Batch, cache: KvCache) -> Tensor: ...
+
+    def embeddings(self, ids: Tensor, scale: float | None = None) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Decoder:
@@ -30,7 +43,7 @@ class Decoder:
         tables: list[RopeTable],
         ops: Ops,
         scratch: Any = None,
-        group: Group = Alone(),  # noqa: B008  (has no state)
+        group: Group = OneRank(),  # noqa: B008  (has no state)
         ranks: Ranks = Ranks(),  # noqa: B008
     ) -> None:
         """`scratch` is attention's, for as many sequences as a step may have; calls without one allocate theirs.

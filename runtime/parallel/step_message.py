@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from quantkit.runtime.device.model_part import PageMoves
-from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.device.step_inputs import PageMoves, Step, StepInputs
 from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.parallel.channel import Lists
 
 _INPUTS = tuple(field.name for field in fields(StepInputs))
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step for all ranks. `index` and `pages` are what changes in the page table; `every`: the hidden states of all
-    tokens are wanted, not only of those behind which a token is sampled."""
+def step_to_lists(step: Step) -> Lists:
+    return [[int(step.every)], step.index, step.pages, *(getattr(step.inputs, name) for name in _INPUTS)]
 
-    inputs: StepInputs
-    index: list[int]
-    pages: list[int]
-    every: bool = False
 
-    @property
-    def rows(self) -> list[int]:
-        """Of the hidden states, that the first stage gets back."""
-        return list(range(len(self.inputs.ids))) if self.every else self.inputs.rows
-
-    def to_lists(self) -> Lists:
-        return [[int(self.every)], self.index, self.pages, *(getattr(self.inputs, name) for name in _INPUTS)]
-
-    @classmethod
-    def from_lists(cls, lists: Lists) -> Step:
-        (every,), index, pages, *inputs = lists
-        return cls(StepInputs(**dict(zip(_INPUTS, inputs, strict=True))), index, pages, bool(every))
+def step_from_lists(lists: Lists) -> Step:
+    (every,), index, pages, *inputs = lists
+    return Step(StepInputs(**dict(zip(_INPUTS, inputs, strict=True))), index, pages, bool(every))
 
 
 def moves_to_lists(moves: PageMoves) -> Lists:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.runtime.core.step_plan import Share, StepPlan
 from quantkit.runtime.core.step_result import PromptLogprobs
-from quantkit.runtime.model.decoder import Decoder
+from quantkit.runtime.model.decoder import AnyDecoder
 
 ROWS = 512  # at once: logits of a whole chunk would need gigabytes
 
@@ -16,7 +16,9 @@ def wants_prompt_logprobs(plan: StepPlan) -> bool:
     return any(_wanted(share) for share in plan.shares)
 
 
-def prompt_logprobs(decoder: Decoder, hidden: Tensor, plan: StepPlan, starts: list[int]) -> dict[int, PromptLogprobs]:
+def prompt_logprobs(
+    decoder: AnyDecoder, hidden: Tensor, plan: StepPlan, starts: list[int]
+) -> dict[int, PromptLogprobs]:
     """By sequence id. Waits for the device, which such requests are worth."""
     found = {}
     for share, start in zip(plan.shares, starts, strict=False):
@@ -29,7 +31,7 @@ def _wanted(share: Share) -> bool:
     return share.sequence.needs_all_logits and share.start + 1 < len(share.sequence.prompt)
 
 
-def _of_share(decoder: Decoder, hidden: Tensor, share: Share) -> PromptLogprobs:
+def _of_share(decoder: AnyDecoder, hidden: Tensor, share: Share) -> PromptLogprobs:
     sequence, first = share.sequence, share.start + 1
     targets = torch.tensor(sequence.prompt[first : first + share.count], device=hidden.device)
     most = sequence.params.prompt_logprobs or 0

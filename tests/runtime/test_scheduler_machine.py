@@ -122,9 +122,11 @@ class PaperRunner:
                 right = samples[-1].accepted
                 self.guessed[share.sequence.id] = right, len(share.draft) - right
         asked = [share for share in plan.shares if share.sequence.needs_all_logits]
-        return SimpleNamespace(
-            plan=plan, samples=samples, prompts={share.sequence.id: numbered(share) for share in asked}
-        )
+        prompts = {share.sequence.id: numbered(share) for share in asked}
+        return SimpleNamespace(launched=SimpleNamespace(plan=plan, samples=samples, prompts=prompts))
+
+    def arrived(self, flight: Any) -> Any:
+        return flight.launched
 
     def collect(self, launched: Any) -> list[Outcome]:
         for outcome in launched.samples:

@@ -23,7 +23,7 @@ from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
 from quantkit.runtime.model.rope import rope_tables
-from quantkit.runtime.model.tensor_group import Alone, Group, TorchGroup
+from quantkit.runtime.model.tensor_group import Group, OneRank, TorchGroup
 
 PAGE, PAGES = 16, 4  # tokens in a page, pages of a sequence
 TOKENS = 6  # in an answer
@@ -98,7 +98,7 @@ def prompts_below(vocab: int) -> list[list[int]]:
 
 def alone(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> tuple[Answer, Weights]:
     """What one process answers, and its weights."""
-    part = make_part(folder, Ranks(), Alone(), dtype, len(prompts))
+    part = make_part(folder, Ranks(), OneRank(), dtype, len(prompts))
     decoder = part.decoder
     return answer(lambda batch: decoder.logits(decoder.hidden_states(batch, part.cache)), prompts), part.weights
 

@@ -13,22 +13,23 @@ from quantkit.errors import QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence as Continuation
-from quantkit.runtime.device.model_part import BusyClock, PageMoves
-from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.device.model_part import BusyClock
+from quantkit.runtime.device.step_inputs import PageMoves, Step, StepInputs
 from quantkit.runtime.engine.page_pool import PagePool
 from quantkit.runtime.engine.scheduler import Limits, Scheduler
 from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.channel import Channel, Kind, pack, unpack
-from quantkit.runtime.parallel.coordinator import Lead
-from quantkit.runtime.parallel.crew import bubble
+from quantkit.runtime.parallel.coordinator import Coordinator
 from quantkit.runtime.parallel.launcher import Address, Job
+from quantkit.runtime.parallel.peer_ranks import bubble
 from quantkit.runtime.parallel.step_message import (
-    Step,
     batch_from_lists,
     batch_to_lists,
     moves_from_lists,
     moves_to_lists,
+    step_from_lists,
+    step_to_lists,
 )
 
 numbers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5)
@@ -43,7 +44,7 @@ def test_lists_arrive_as_they_were(lists: list[list[int]]) -> None:
 @given(numbers, numbers, st.lists(numbers, min_size=9, max_size=9), st.booleans())
 def test_steps_arrive_as_they_were(index: list[int], changed: list[int], inputs: list[list[int]], every: bool) -> None:
     step = Step(StepInputs(*inputs), index, changed, every)
-    assert Step.from_lists(unpack(pack(step.to_lists()))) == step
+    assert step_from_lists(unpack(pack(step_to_lists(step)))) == step
     assert step.rows == (list(range(len(inputs[0]))) if every else inputs[6])
 
 
@@ -191,10 +192,10 @@ class Strangers:
 )
 def test_strangers_are_turned_away(hello: Callable[[socket.socket], None]) -> None:
     strangers = Strangers(hello)
-    lead = Lead(Ranks(2, 1), strangers, "demo", EngineOptions(device="cpu", tensor_parallel=2))
+    coordinator = Coordinator(Ranks(2, 1), strangers, "demo", EngineOptions(device="cpu", tensor_parallel=2))
     try:
         with pytest.raises(QuantkitError, match="rank 1 of 2 died: nobody came"):
-            lead.gather()
+            coordinator.gather()
     finally:
-        lead.stop()
+        coordinator.stop()
     assert strangers.answer == b"", "the connection was closed"
