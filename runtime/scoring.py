@@ -48,7 +48,7 @@ def _step(engine: Engine, ids: Tensor, table: Tensor, start: int, count: int) ->
     batch = Batch(
         ids=part,
         positions=positions,
-        slots=table[positions // size].long() * size + positions % size,
+        kv_slots=table[positions // size].long() * size + positions % size,
         page_table=table[None, : -(-end // size)],
         context_lengths=torch.tensor([end], dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, len(part)], dtype=torch.int32, device=device),

@@ -151,10 +151,10 @@ def build_engine(
     def make_drafter(model: DraftModel) -> ModelDrafter:
         decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
         cache = allocate_draft_cache(model.config, runner.cache, dtype)
-        places, graphs = runner.places.alone(), runner.graphs
-        loop = DraftLoop(decoder, cache, ops_for(device, dtype), places, graphs is not None)
-        prompts = None if graphs is None else PromptGraphs(decoder, cache, places, graphs.pool)
-        return ModelDrafter(ModelPart(decoder, cache, places, prompt_graphs=prompts), loop)
+        rows, graphs = runner.device_rows.alone(), runner.graphs
+        loop = DraftLoop(decoder, cache, ops_for(device, dtype), rows, graphs is not None)
+        prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
+        return ModelDrafter(ModelPart(decoder, cache, rows, prompt_graphs=prompts), loop)
 
     with stages.stage("cache"):
         runner = _make_runner(raw, own, weights, plan, dtype, options, peers)

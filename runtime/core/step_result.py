@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan
 
 
 @dataclass(frozen=True)
-class Answered:
-    """Of the rows behind which a token is sampled: hidden states, token ids, places and positions."""
+class LogitsRows:
+    """The rows of a step whose logits are wanted, behind each of which a token is sampled."""
 
-    hidden: Tensor
-    ids: Tensor
-    places: Tensor
-    positions: Tensor
+    hidden: Tensor  # [rows, hidden]
+    ids: Tensor  # int64 [rows], the token there
+    owner_rows: Tensor  # int64 [rows], the device row of the sequence that it belongs to
+    positions: Tensor  # int64 [rows]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Launched:
     """A step on its way. Tensors are on the host and filled when `done` has happened."""
 
     plan: StepPlan
-    sampling: list[Share]
+    sampling: list[Scheduled]
     samples: Samples
     verified: Tensor | None  # the tokens of the rows behind which a token was sampled, where guesses are among them
     prompts: dict[int, PromptLogprobs]  # sequence id -> log-probabilities of the prompt tokens in this step
@@ -87,10 +87,10 @@ class Outcome:
     """What came back for one sequence: the tokens of its draft that were right, and the one that follows. `path` has
     the numbers of these guesses."""
 
-    share: Share
+    scheduled: Scheduled
     tokens: list[Sampled]
     path: tuple[int, ...] = ()
 
     @property
-    def accepted(self) -> int:
+    def num_accepted(self) -> int:
         return len(self.tokens) - 1

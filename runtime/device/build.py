@@ -1,4 +1,4 @@
-"""Cache, tables, decoder and places around loaded weights: what a process needs to compute its part of a model."""
+"""Cache, tables, decoder and device rows around loaded weights: what a process needs to compute its part of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from quantkit.arch import Config
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.device.decode_graphs import StepGraphs
-from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.kv_cache import allocate_cache
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.model_part import ModelPart
@@ -42,14 +42,14 @@ def make_part(
     """
     cache = allocate_cache(config, plan, dtype, options)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
-    places = Places(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
+    device_rows = DeviceRows(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
     staged = ranks.pipeline > 1
     if staged or not options.graphs or options.torch_device.type != "cuda":
-        return ModelPart(decoder, cache, places, timed=staged)
-    graphs = StepGraphs(decoder, cache, places, peers)
+        return ModelPart(decoder, cache, device_rows, timed=staged)
+    graphs = StepGraphs(decoder, cache, device_rows, peers)
     alone = ranks == Ranks()  # others would have to make the same graphs at the same time
     return ModelPart(
-        decoder, cache, places, graphs, PromptGraphs(decoder, cache, places, graphs.pool) if alone else None
+        decoder, cache, device_rows, graphs, PromptGraphs(decoder, cache, device_rows, graphs.pool) if alone else None
     )
 
 

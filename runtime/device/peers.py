@@ -42,7 +42,7 @@ class Peers(Protocol):
         """A step begins."""
 
     def tell_kept(self, sources: list[int], targets: list[int]) -> None:
-        """Keys and values of single tokens move, from kv slot to kv slot."""
+        """Keys and values of single tokens move, from KV slot to KV slot."""
 
     def capturing(self, sequences: int, new: int, tree: bool) -> AbstractContextManager[None]:
         """Around the capture of a graph of this size: it holds sums over all ranks, so all make it at that time."""

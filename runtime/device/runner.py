@@ -1,7 +1,7 @@
 """Runs steps on the device. Nothing here waits for the device but `collect`.
 
-A sequence has a place on the device while it runs: a row of the page table and the last token sampled for it. The next
-step reads that token there, so it can be launched before the host has seen it.
+A sequence has a row of the device's state while it runs: its pages and the last token sampled for it. The next step
+reads that token there, so it can be launched before the host has seen it.
 
 With several ranks this is rank 0: it tells the others each step, computes its own part, and samples. Where steps go
 through several stages, a launched step is on its way until its rows come back.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import Share, StepPlan
-from quantkit.runtime.core.step_result import Answered, Launched, Outcome, PromptLogprobs, Sampled, Samples, StepRows
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan
+from quantkit.runtime.core.step_result import Launched, LogitsRows, Outcome, PromptLogprobs, Sampled, Samples, StepRows
 from quantkit.runtime.device.decode_graphs import Key
 from quantkit.runtime.device.keep_path import keep_path
 from quantkit.runtime.device.model_part import ModelPart, to_host
@@ -35,13 +35,13 @@ class InFlight:
 
     plan: StepPlan
     step: Step
-    rows: Answered  # where they return, but for their hidden states
+    rows: LogitsRows  # where they return, but for their hidden states
     launched: Launched | None = None
     returning: ReturningRows | None = None
 
 
 class Runner:
-    """Owns what this process has of the model, and with it the places on the device."""
+    """Owns what this process has of the model, and with it the rows of the device's state."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Runner:
     ) -> None:
         self.part = part
         self.cache = part.cache
-        self.places = part.places
+        self.device_rows = part.device_rows
         self.graphs = part.graphs
         self.decoder = peers.coordinated(part.decoder)  # for others: all ranks take part in what it computes
         self.keeps_hidden = False
         self._sampler = sampler
         self._peers = peers
-        self._changes = TableChanges(part.places.count, part.places.page_table.shape[1])
+        self._changes = TableChanges(part.device_rows.num_rows, part.device_rows.page_table.shape[1])
         self._table: tuple[list[int], list[int]] = [], []  # its changes for the step that is prepared
         self._maker = InputMaker(part.cache.page_size)
         self._swapped: dict[int, Sequence] = {}  # those with pages in host memory
@@ -81,25 +81,23 @@ class Runner:
 
     def prepare(self, plan: StepPlan) -> None:
         """Pages are moved, and the device knows who has which; then whoever guesses may do so."""
-        if not plan.answers_only:
-            plan.straighten()
         moves = self._moves(plan)
         if moves:
             self._peers.tell_moves(moves)
             self.part.move(moves)
         self._table = self._changes.of(plan)
-        self.places.update_table(*self._table)
+        self.device_rows.update_table(*self._table)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         """Queues one step that was prepared."""
         inputs = self._maker.make(plan)
-        step = Step(inputs, *self._table, every=wants_prompt_logprobs(plan))
+        step = Step(inputs, *self._table, all_tokens=wants_prompt_logprobs(plan))
         with self._peers.guarded():
             self._peers.tell_step(step)
             with self.part.clock:
                 every, rows = self.part.run(inputs)
-            returning = self._peers.send_on(every, len(step.rows))
+            returning = self._peers.send_on(every, len(step.wanted))
             launched = self._sample(plan, step, rows, every) if returning is None else None
             return InFlight(plan, step, rows, launched, returning)
 
@@ -112,31 +110,31 @@ class Runner:
         with self._peers.guarded():
             hidden, step = flight.returning.wait(), flight.step
             with self.part.clock:
-                rows = replace(flight.rows, hidden=hidden[step.inputs.rows] if step.every else hidden)
-                return self._sample(flight.plan, step, rows, hidden if step.every else None)
+                rows = replace(flight.rows, hidden=hidden[step.inputs.logits_rows] if step.all_tokens else hidden)
+                return self._sample(flight.plan, step, rows, hidden if step.all_tokens else None)
 
-    def _sample(self, plan: StepPlan, step: Step, rows: Answered, every: Tensor | None) -> Launched:
+    def _sample(self, plan: StepPlan, step: Step, rows: LogitsRows, every: Tensor | None) -> Launched:
         """The tokens behind the rows of a step. Where it also asks for prompts, ranks are told of each logits."""
         prompts: dict[int, PromptLogprobs] = {}
-        if step.every and every is not None:
+        if step.all_tokens and every is not None:
             prompts = prompt_logprobs(self.decoder, every, plan, step.inputs.starts)
-        sampling = [share for share in plan.shares if share.samples]
+        sampling = [work for work in plan.scheduled if work.samples]
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
-        logits = (self.decoder if step.every else self.part.decoder).logits(rows.hidden)
-        if any(share.sequence.finished for share in sampling):  # while the step was on its way: its place is another's
-            alive = [row for row, owner in enumerate(_owners(sampling)) if owner.finished is None]
-            sampling = [share for share in sampling if share.sequence.finished is None]
+            return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
+        logits = (self.decoder if step.all_tokens else self.part.decoder).logits(rows.hidden)
+        if any(work.sequence.finished for work in sampling):  # while the step was on its way: its row is another's
+            alive = [row for row, owner in enumerate(_owners(sampling)) if not owner.finished]
+            sampling = [work for work in sampling if not work.sequence.finished]
             logits, rows = logits[alive], _some_rows(rows, alive)
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
+            return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
         owners = _owners(sampling)
         shaped = any(one.guide is not None or one.params.shapes_logits for one in owners)
-        guesses = [before for share in sampling for before in share.guesses_before_rows()] if shaped else None
+        guesses = [before for work in sampling for before in work.guesses_before_rows()] if shaped else None
         proposed = proposed_guesses(plan, sampling, rows.ids) if plan.proposals else None
-        samples = self._sampler(logits, owners, rows.places, rows.positions, guesses, proposed)
-        self.places.tokens[rows.places, 0] = samples.tokens
-        verified = rows.ids if any(share.draft for share in sampling) else None
+        samples = self._sampler(logits, owners, rows.owner_rows, rows.positions, guesses, proposed)
+        self.device_rows.tokens[rows.owner_rows, 0] = samples.tokens
+        verified = rows.ids if any(work.draft for work in sampling) else None
         launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)
         return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens))
 
@@ -148,13 +146,13 @@ class Runner:
         verified = [] if launched.verified is None else launched.verified.tolist()
         describe = describer(launched.samples)
         found, row = [], 0
-        for share in launched.sampling:
-            path = accepted_path(share, row, tokens, verified, launched.plan.coins)
+        for work in launched.sampling:
+            path = accepted_path(work, row, tokens, verified, launched.plan.coins)
             rows = [row, *(row + 1 + node for node in path)]
-            wanted = share.sequence.params.logprobs
+            wanted = work.sequence.params.logprobs
             sampled = [Sampled(tokens[at], *describe(at, wanted)) for at in rows]
-            found.append(Outcome(share, sampled, tuple(path)))
-            row += len(share.draft) + 1
+            found.append(Outcome(work, sampled, tuple(path)))
+            row += len(work.draft) + 1
         return found
 
     def keep_paths(self, outcomes: list[Outcome]) -> None:
@@ -163,20 +161,19 @@ class Runner:
         targets: list[int] = []
         size = self.cache.page_size
         for outcome in outcomes:
-            share, pages = outcome.share, outcome.share.sequence.pages
-            first = share.start + share.count - len(share.draft)
+            work, pages = outcome.scheduled, outcome.scheduled.sequence.pages
+            first = work.start + work.num_tokens - len(work.draft)
             for ahead, node in enumerate(outcome.path):
                 if node != ahead and pages:
                     sources.append(pages[(first + node) // size] * size + (first + node) % size)
                     targets.append(pages[(first + ahead) // size] * size + (first + ahead) % size)
         if sources:
             self._peers.tell_kept(sources, targets)
-            both = self.places.to_device(sources + targets)
+            both = self.device_rows.to_device(sources + targets)
             keep_path(self.cache.pages, *both.chunk(2))
 
     def _moves(self, plan: StepPlan) -> PageMoves:
         for sequence, _ in plan.swap_in:
-            sequence.swapped = None
             del self._swapped[sequence.id]
         dropped = [number for number, sequence in self._swapped.items() if sequence.swapped is None]
         for number in dropped:
@@ -188,7 +185,7 @@ class Runner:
     def _bring_back(
         self,
         plan: StepPlan,
-        sampling: list[Share],
+        sampling: list[Scheduled],
         samples: Samples,
         verified: Tensor | None,
         prompts: dict[int, PromptLogprobs],
@@ -204,10 +201,10 @@ class Runner:
         return Launched(plan, sampling, Samples(*host), ids, prompts, done, kept)  # type: ignore[arg-type]
 
 
-def _owners(sampling: list[Share]) -> list[Sequence]:
+def _owners(sampling: list[Scheduled]) -> list[Sequence]:
     """Of every row behind which a token is sampled."""
-    return [share.sequence for share in sampling for _ in range(len(share.draft) + 1)]
+    return [work.sequence for work in sampling for _ in range(len(work.draft) + 1)]
 
 
-def _some_rows(rows: Answered, at: list[int]) -> Answered:
-    return Answered(rows.hidden[at], rows.ids[at], rows.places[at], rows.positions[at])
+def _some_rows(rows: LogitsRows, at: list[int]) -> LogitsRows:
+    return LogitsRows(rows.hidden[at], rows.ids[at], rows.owner_rows[at], rows.positions[at])

@@ -80,7 +80,7 @@ def make_speculation(
         runner.keeps_hidden = True
         config = runner.decoder.config
         rows = _TREE_ROWS // (config.heads // config.kv_heads)
-        guesser = MedusaDrafter(heads, runner.decoder, runner.places, min(asked.most, rows - 1))
+        guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, min(asked.most, rows - 1))
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
         policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
         return Speculation(guesser, policy, overlaps=options.overlaps)

@@ -68,7 +68,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished is not None for sequence in self.sequences)
+        return all(sequence.finished for sequence in self.sequences)
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
         """What is new in them: after a preemption, the prompt is computed again, in other chunks."""
@@ -157,9 +157,9 @@ class Engine:
                 leader=request.sequences[0] if index else None,
                 needs_all_logits=params.prompt_logprobs is not None and index == 0,
                 guide=guides[index] if guides else None,
+                waits=self._staged,
             )
-            sequence.speculates = self.speculation.on
-            sequence.waits = self._staged
+            self.speculation.add(sequence)
             request.sequences.append(sequence)
             request.streams.append(text_stream(self.tokenizer, prompt, params))
             self._owners[sequence.id] = (request, index)
@@ -199,11 +199,11 @@ class Engine:
         self.speculation.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
         self.runner.prepare(plan)
-        if not plan.shares:  # everybody gave way, perhaps to host memory
+        if not plan.scheduled:  # everybody gave way, perhaps to host memory
             return None
         now = time.monotonic()
-        for share in plan.shares:
-            share.sequence.started = share.sequence.started or now
+        for work in plan.scheduled:
+            work.sequence.started = work.sequence.started or now
         self.speculation.begin(plan)
         self.steps += 1
         flight = self.runner.launch(plan)
@@ -251,14 +251,13 @@ class Engine:
             self.runner.keep_paths(outcomes)
         self.speculation.end(ready, outcomes)
         for outcome in outcomes:
-            sequence = outcome.share.sequence
-            sequence.pending -= 1
-            if sequence.finished is None:
-                in_order = outcome.path == tuple(range(outcome.accepted))
-                self.scheduler.settle(outcome.share, outcome.accepted, in_order)
+            sequence = outcome.scheduled.sequence
+            in_order = outcome.path == tuple(range(outcome.num_accepted))
+            self.scheduler.settle(outcome.scheduled, outcome.num_accepted, in_order)
+            if not sequence.finished:
                 self.speculation.see(outcome)
             for sampled in outcome.tokens:
-                if sequence.finished is None:
+                if not sequence.finished:
                     deltas.append(self._advance(sequence, sampled))
         return deltas
 

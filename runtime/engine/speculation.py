@@ -37,7 +37,7 @@ _EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4 or self=nf4 or medusa=PATH"
 class Drafter(Protocol):
     """Where guesses come from."""
 
-    tree: tuple[int, ...]  # the parents of guesses that are a tree (`Share`); empty where they follow each other
+    tree: tuple[int, ...]  # the parents of guesses that are a tree (`Scheduled`); empty where they follow each other
     early: bool  # whether guesses for the next step are made before the host knows what this one brought
 
     def prepare(self, sequences: int, guesses: int) -> None:
@@ -150,11 +150,15 @@ class Speculation:
         self.steps = self.guessed = self.accepted = 0
         self.saved_seconds = 0.0
 
+    def add(self, sequence: Sequence) -> None:
+        """A sequence that is new; its prompt is read with guesses in mind."""
+        sequence.speculates = self.on
+
     def propose(self, running: list[Sequence]) -> None:
         """Drafts for all that wait for their next token only."""
         if self._drafter is None:
             return
-        answering = [one for one in running if one.length - one.computed == 1 and not one.at_limit]
+        answering = [one for one in running if one.length - one.num_computed == 1 and not one.at_limit]
         lengths = self._policy.lengths(answering)
         self._wanted = {number for number, most in lengths.items() if most > 0}
         if answering:
@@ -175,15 +179,15 @@ class Speculation:
         if self._drafter is None:
             return
         # Somebody who was in the last step did not end, so the engine was never idle: what the host did counts too.
-        goes_on = any(share.sequence.id in self._last for share in plan.shares)
+        goes_on = any(work.sequence.id in self._last for work in plan.scheduled)
         began = self._ended if goes_on else time.perf_counter()
         # First guesses after plain steps take longer: a draft model has tokens to read, and no guess is there early.
         self._begun.append((began, bool(self._begun), self._active == self._was_active))
         self._was_active = self._active
-        self._asked |= self._wanted & {share.sequence.id for share in plan.shares}
+        self._asked |= self._wanted & {work.sequence.id for work in plan.scheduled}
         self._drafter.complete(plan)
         if self._coin is not None:
-            rows = sum(1 + len(share.draft) for share in plan.shares if share.samples)
+            rows = sum(1 + len(work.draft) for work in plan.scheduled if work.samples)
             plan.coins.extend(self._coin() for _ in range(rows))
 
     def follow(self, launched: Launched) -> None:
@@ -199,34 +203,34 @@ class Speculation:
         begun, overlapped, settled = self._begun.popleft()
         seconds = now - max(begun, self._ended)
         self._ended, plan = now, launched.plan
-        self._last = {share.sequence.id for share in plan.shares}
+        self._last = {work.sequence.id for work in plan.scheduled}
         if self._active:
             self._drafter.learn(launched, outcomes)
         if plan.answers_only:
-            guesses = max(len(share.draft) for share in plan.shares)
+            guesses = max(len(work.draft) for work in plan.scheduled)
             typical = settled if guesses else overlapped or not self._overlaps
             if typical:
-                self._policy.costs.observe(len(plan.shares), guesses, seconds)
-            plain = self._policy.costs.estimate(len(plan.shares), 0)
+                self._policy.costs.observe(len(plan.scheduled), guesses, seconds)
+            plain = self._policy.costs.estimate(len(plan.scheduled), 0)
             if guesses and plain is not None:
                 tokens = sum(len(outcome.tokens) for outcome in outcomes)
-                self.saved_seconds += plain * tokens / len(plan.shares) - seconds
+                self.saved_seconds += plain * tokens / len(plan.scheduled) - seconds
 
     def see(self, outcome: Outcome) -> None:
         """How the guesses for one sequence did, which has not ended, before its tokens become known."""
-        sequence, guessed = outcome.share.sequence, len(outcome.share.draft)
+        sequence, guessed = outcome.scheduled.sequence, len(outcome.scheduled.draft)
         if self._drafter is None or not (guessed or sequence.speculates):
             return
         self._drafter.see(outcome)
         if sequence.id in self._asked:  # not behind a prompt: there was no guess, but nobody wanted one
             self._asked.remove(sequence.id)
-            self._policy.see(sequence, guessed, outcome.accepted)
+            self._policy.see(sequence, guessed, outcome.num_accepted)
         if guessed:
             self.steps += 1
             self.guessed += guessed
-            self.accepted += outcome.accepted
-            sequence.guessed += guessed
-            sequence.accepted += outcome.accepted
+            self.accepted += outcome.num_accepted
+            sequence.num_guessed += guessed
+            sequence.num_accepted += outcome.num_accepted
 
     def forget(self, sequence: Sequence) -> None:
         if self._drafter is not None:

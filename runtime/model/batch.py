@@ -13,7 +13,7 @@ class Batch:
 
     ids: Tensor  # int64 [tokens]
     positions: Tensor  # int64 [tokens]
-    slots: Tensor  # int64 [tokens], where their keys and values go: page * page_size + offset
+    kv_slots: Tensor  # int64 [tokens], where their keys and values go: page * page_size + offset
     page_table: Tensor  # int32 [sequences, pages]
     context_lengths: Tensor  # int32 [sequences], new tokens included
     query_starts: Tensor  # int32 [sequences + 1]

@@ -109,7 +109,7 @@ class Decoder:
             batch.positions,
             table.cos,
             table.sin,
-            batch.slots,
+            batch.kv_slots,
             keys,
             values,
             config.heads,

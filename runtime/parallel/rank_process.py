@@ -127,27 +127,27 @@ class Worker:
             does[frame[0]](unpack(frame[1]))
 
     def _step(self, step: Step) -> None:
-        self._part.places.update_table(step.index, step.pages)
+        self._part.device_rows.update_table(step.table_index, step.table_pages)
         received = None if self._ranks.first_stage else self._pipeline.receive(len(step.inputs.ids))
         with self._part.clock:
             every, answered = self._part.run(step.inputs, received)
-            if self._ranks.pipeline == 1 and step.inputs.rows and not step.every:
+            if self._ranks.pipeline == 1 and step.inputs.logits_rows and not step.all_tokens:
                 self._part.decoder.logits(answered.hidden)
         if self._ranks.pipeline == 1:
             return
         assert every is not None
-        if self._ranks.first_stage and step.rows:
-            self._steps.put((step, self._pipeline.expect(len(step.rows))))
+        if self._ranks.first_stage and step.wanted:
+            self._steps.put((step, self._pipeline.expect(len(step.wanted))))
         if not self._ranks.last_stage:
             self._pipeline.send_on(every)
-        elif step.rows:
-            self._pipeline.send_back(every if step.every else answered.hidden)
+        elif step.wanted:
+            self._pipeline.send_back(every if step.all_tokens else answered.hidden)
 
     def _rows(self) -> None:
         """The rows of the oldest step that is on its way: this rank's part of their logits."""
         step, rows = self._steps.get_nowait()
         hidden = rows.wait()
-        if not step.every:  # else rank 0 says which
+        if not step.all_tokens:  # else rank 0 says which
             with self._part.clock:
                 self._part.decoder.logits(hidden)
 
@@ -175,7 +175,7 @@ class Worker:
         self._part.decoder.embeddings(self._pipeline.group.broadcast(ids))
 
     def _keep(self, lists: Lists) -> None:
-        sources, targets = (self._part.places.to_device(slots) for slots in lists)
+        sources, targets = (self._part.device_rows.to_device(kv_slots) for kv_slots in lists)
         keep_path(self._part.cache.pages, sources, targets)
 
     def _capture(self, lists: Lists) -> None:

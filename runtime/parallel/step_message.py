@@ -15,12 +15,13 @@ _INPUTS = tuple(field.name for field in fields(StepInputs))
 
 
 def step_to_lists(step: Step) -> Lists:
-    return [[int(step.every)], step.index, step.pages, *(getattr(step.inputs, name) for name in _INPUTS)]
+    inputs = (getattr(step.inputs, name) for name in _INPUTS)
+    return [[int(step.all_tokens)], step.table_index, step.table_pages, *inputs]
 
 
 def step_from_lists(lists: Lists) -> Step:
-    (every,), index, pages, *inputs = lists
-    return Step(StepInputs(**dict(zip(_INPUTS, inputs, strict=True))), index, pages, bool(every))
+    (all_tokens,), index, pages, *inputs = lists
+    return Step(StepInputs(**dict(zip(_INPUTS, inputs, strict=True))), index, pages, bool(all_tokens))
 
 
 def moves_to_lists(moves: PageMoves) -> Lists:
@@ -39,7 +40,7 @@ def moves_from_lists(lists: Lists) -> PageMoves:
 def batch_to_lists(batch: Batch) -> Lists:
     """Waits for the device, which measurements are worth."""
     table = batch.page_table
-    tensors = (batch.ids, batch.positions, batch.slots, table.flatten(), batch.context_lengths, batch.query_starts)
+    tensors = (batch.ids, batch.positions, batch.kv_slots, table.flatten(), batch.context_lengths, batch.query_starts)
     ancestors = [] if batch.ancestors is None else batch.ancestors.tolist()
     return [[batch.max_queries, table.shape[0]], *(tensor.tolist() for tensor in tensors), ancestors]
 
@@ -50,11 +51,11 @@ def batch_from_lists(lists: Lists, device: torch.device) -> Batch:
     def numbers(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
-    ids, positions, slots, table, contexts, starts, ancestors = columns
+    ids, positions, kv_slots, table, contexts, starts, ancestors = columns
     return Batch(
         ids=numbers(ids),
         positions=numbers(positions),
-        slots=numbers(slots),
+        kv_slots=numbers(kv_slots),
         page_table=numbers(table, torch.int32).view(sequences, -1),
         context_lengths=numbers(contexts, torch.int32),
         query_starts=numbers(starts, torch.int32),

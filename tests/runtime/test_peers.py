@@ -57,7 +57,7 @@ class Noting(Alone):
         if not self._staged:
             return None
         assert hidden is not None
-        wanted = hidden[self._step.rows]
+        wanted = hidden[self._step.wanted]
         assert len(wanted) == num_rows
         return Kept(wanted, self.notes)
 

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan
 from quantkit.runtime.core.step_result import Launched, Outcome, Sampled, Samples
 from quantkit.runtime.drafters.ngram import NgramDrafter
 from quantkit.runtime.engine import speculation as module
@@ -277,17 +277,17 @@ def test_the_first_step_with_guesses_after_plain_ones_is_not_typical(monkeypatch
     policy = _AsTold(2, Costs())
     speculation = Speculation(NgramDrafter(), policy)
     one = Sequence(0, [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(), 0.0, 0, 100)
-    one.computed = len(one.tokens) - 1
+    one.num_computed = len(one.tokens) - 1
 
     def step(guesses: bool, seconds: float) -> None:
         policy.told = guesses
         speculation.propose([one])
         draft = tuple(one.draft)
         assert bool(draft) == guesses
-        plan = StepPlan([Share(one, one.computed, 1 + len(draft), samples=True, draft=draft)])
+        plan = StepPlan([Scheduled(one, one.num_computed, 1 + len(draft), samples=True, draft=draft)])
         speculation.begin(plan)
         clock.now += seconds
-        speculation.end(Launched(plan, plan.shares, Samples(torch.zeros(1)), None, {}, None), [])
+        speculation.end(Launched(plan, plan.scheduled, Samples(torch.zeros(1)), None, {}, None), [])
 
     for _ in range(4):
         step(False, 1.0)
@@ -306,12 +306,12 @@ def test_a_prompt_says_nothing_about_guesses() -> None:
     one = Sequence(0, [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(), 0.0, 0, 100)
     policy.told, seen = True, []
     for start in (0, 7):
-        one.computed = start
+        one.num_computed = start
         speculation.propose([one])
-        share = Share(one, start, 8 - start + len(one.draft), samples=True, draft=tuple(one.draft))
-        plan = StepPlan([share])
+        work = Scheduled(one, start, 8 - start + len(one.draft), samples=True, draft=tuple(one.draft))
+        plan = StepPlan([work])
         speculation.begin(plan)
-        speculation.end(Launched(plan, [share], Samples(torch.zeros(1)), None, {}, None), [])
-        speculation.see(Outcome(share, [Sampled(3)]))
+        speculation.end(Launched(plan, [work], Samples(torch.zeros(1)), None, {}, None), [])
+        speculation.see(Outcome(work, [Sampled(3)]))
         seen.append(policy.seen)
     assert seen == [0, 1]

@@ -70,7 +70,7 @@ def serve(llm: LLM, seed: int) -> tuple[list[Request], Engine]:
 
 
 def told(requests: list[Request]) -> list[tuple[list[int], str | None]]:
-    return [(sequence.answer, sequence.finished) for request in requests for sequence in request.sequences]
+    return [(sequence.answer, sequence.finish_reason) for request in requests for sequence in request.sequences]
 
 
 @pytest.fixture(scope="module")

@@ -79,11 +79,11 @@ def answer(step: Step, prompts: list[list[int]]) -> Answer:
 def _batch(new: list[list[int]], lengths: list[int]) -> Batch:
     starts = torch.tensor([0, *(len(ids) for ids in new)]).cumsum(0)
     positions = [range(length, length + len(ids)) for ids, length in zip(new, lengths, strict=True)]
-    slots = [place * PAGE * PAGES + position for place, own in enumerate(positions) for position in own]
+    kv_slots = [place * PAGE * PAGES + position for place, own in enumerate(positions) for position in own]
     return Batch(
         ids=torch.tensor([token for ids in new for token in ids]),
         positions=torch.tensor([position for own in positions for position in own]),
-        slots=torch.tensor(slots),
+        kv_slots=torch.tensor(kv_slots),
         page_table=torch.arange(len(new) * PAGES, dtype=torch.int32).view(len(new), PAGES),
         context_lengths=torch.tensor([own.stop for own in positions], dtype=torch.int32),
         query_starts=starts.int(),

@@ -45,7 +45,7 @@ def test_lists_arrive_as_they_were(lists: list[list[int]]) -> None:
 def test_steps_arrive_as_they_were(index: list[int], changed: list[int], inputs: list[list[int]], every: bool) -> None:
     step = Step(StepInputs(*inputs), index, changed, every)
     assert step_from_lists(unpack(pack(step_to_lists(step)))) == step
-    assert step.rows == (list(range(len(inputs[0]))) if every else inputs[6])
+    assert step.wanted == (list(range(len(inputs[0]))) if every else inputs[6])
 
 
 @given(
@@ -91,26 +91,26 @@ def answering(count: int, micro_batches: int) -> tuple[Scheduler, list[Continuat
                  for number in range(count)]  # fmt: skip
     for sequence in sequences:
         scheduler.add(sequence)
-    arrive(scheduler.schedule().shares)
+    arrive(scheduler.schedule().scheduled)
     return scheduler, sequences
 
 
-def arrive(shares: Sequence[Any]) -> None:
-    for share in shares:
-        share.sequence.pending -= 1
-        share.sequence.tokens.append(9)
+def arrive(scheduled: Sequence[Any]) -> None:
+    for work in scheduled:
+        work.sequence.num_pending -= 1
+        work.sequence.tokens.append(9)
 
 
 @pytest.mark.parametrize(("count", "micro_batches", "sizes"), [(5, 2, [3, 2]), (4, 4, [1, 1, 1, 1]), (2, 3, [1, 1, 0])])
 def test_answers_are_divided_among_the_steps_on_their_way(count: int, micro_batches: int, sizes: list[int]) -> None:
     scheduler, sequences = answering(count, micro_batches)
     plans = [scheduler.schedule() for _ in sizes]
-    assert [len(plan.shares) for plan in plans] == sizes
-    assert [share.sequence for plan in plans for share in plan.shares] == sequences
-    assert not scheduler.schedule().shares, "a token that is on its way is waited for"
-    arrive(plans[0].shares)
+    assert [len(plan.scheduled) for plan in plans] == sizes
+    assert [work.sequence for plan in plans for work in plan.scheduled] == sequences
+    assert not scheduler.schedule().scheduled, "a token that is on its way is waited for"
+    arrive(plans[0].scheduled)
     again = scheduler.schedule()
-    assert [share.sequence for share in again.shares] == [share.sequence for share in plans[0].shares]
+    assert [work.sequence for work in again.scheduled] == [work.sequence for work in plans[0].scheduled]
 
 
 def test_nobody_gives_way_while_its_step_is_on_its_way() -> None:
@@ -120,18 +120,18 @@ def test_nobody_gives_way_while_its_step_is_on_its_way() -> None:
     for number in range(2):
         prompt = list(range(100 * number, 100 * number + 31))
         scheduler.add(Continuation(number, prompt, params, rank=number, seed=0, max_new=40, waits=True))
-    arrive(scheduler.schedule().shares)
+    arrive(scheduler.schedule().scheduled)
     first, second = scheduler.running
     plans = [scheduler.schedule(), scheduler.schedule()]
-    assert [plan.shares[0].sequence for plan in plans] == [first, second]
-    arrive(plans[0].shares)  # now it needs a third page, and all four are taken
+    assert [plan.scheduled[0].sequence for plan in plans] == [first, second]
+    arrive(plans[0].scheduled)  # now it needs a third page, and all four are taken
     stuck = scheduler.schedule()
-    assert not stuck.shares
+    assert not stuck.scheduled
     assert not stuck.preempted
-    arrive(plans[1].shares)
+    arrive(plans[1].scheduled)
     free = scheduler.schedule()
     assert free.preempted == [second]
-    assert [share.sequence for share in free.shares] == [first]
+    assert [work.sequence for work in free.scheduled] == [first]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "share"), [(2, 2, 1 / 3), (4, 1, 3 / 4), (1, 8, 0), (4, 12, 0.2)])
