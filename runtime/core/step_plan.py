@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -50,7 +51,11 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes. Pages are moved first: out to the host, back from it, then copies."""
+    """What one step computes. Pages are moved first: out to the host, back from it, then copies.
+
+    The scheduler makes it. Nobody changes one that it has returned: a drafter on the device and speculation itself
+    return another, with guesses and with coins.
+    """
 
     scheduled: list[Scheduled]
     copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
@@ -74,6 +79,15 @@ class StepPlan:
     def without_trees(self) -> StepPlan:
         """Trees become chains of the same length: beside prompts, attention knows no trees."""
         return replace(self, scheduled=[replace(work, parents=()) if work.parents else work for work in self.scheduled])
+
+    def with_guesses(self, drafts: Mapping[int, tuple[int, ...]], proposals: Mapping[int, Tensor]) -> StepPlan:
+        """By sequence id: guesses that the host must know, and the logits that guesses were drawn from."""
+        if not drafts and not proposals:
+            return self
+        scheduled = self.scheduled
+        if drafts:
+            scheduled = [replace(work, draft=drafts.get(work.sequence.id, work.draft)) for work in scheduled]
+        return replace(self, scheduled=scheduled, proposals=dict(proposals))
 
     @property
     def has_trees(self) -> bool:

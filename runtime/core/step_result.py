@@ -90,6 +90,7 @@ class Outcome:
     scheduled: Scheduled
     tokens: list[Sampled]
     path: tuple[int, ...] = ()
+    logits_row: int = 0  # the first of its rows among those of the step, as in `Launched.hidden`
 
     @property
     def num_accepted(self) -> int:

@@ -151,7 +151,7 @@ class Runner:
             rows = [row, *(row + 1 + node for node in path)]
             wanted = work.sequence.params.logprobs
             sampled = [Sampled(tokens[at], *describe(at, wanted)) for at in rows]
-            found.append(Outcome(work, sampled, tuple(path)))
+            found.append(Outcome(work, sampled, tuple(path), row))
             row += len(work.draft) + 1
         return found
 

@@ -16,7 +16,7 @@ numbers of their own, and guesses are accepted by what they are worth in both di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,10 +56,7 @@ class _Early:
 
 
 class ModelDrafter:
-    tree: tuple[int, ...] = ()
-
     def __init__(self, part: ModelPart, loop: DraftLoop) -> None:
-        self.early = False
         self._wanted: dict[int, int] = {}  # sequence -> guesses that the policy asked for
         self._queued: dict[int, _Early] = {}  # sequence -> guesses behind the step that is on its way
         self._ready: dict[int, _Early] = {}  # the same when that step's results are known
@@ -68,7 +65,8 @@ class ModelDrafter:
         self.loop = loop
         self._read: dict[int, tuple[int, int]] = {}  # sequence -> tokens in the draft's cache, and which stay that was
 
-    def prepare(self, sequences: int, guesses: int) -> None:
+    def capture(self, sequences: int, guesses: int) -> None:
+        """The graphs that guesses for so many sequences need."""
         prompts = self._part.prompt_graphs
         if prompts is not None:
             for key in prompts.keys:
@@ -77,7 +75,7 @@ class ModelDrafter:
             for drawn in (False, True):
                 self.loop.prepare(sequences, guesses, drawn)
 
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Room for so many; `complete` fills it when the sequence has its pages."""
         if not sequence.num_computed:
             return []
@@ -88,7 +86,7 @@ class ModelDrafter:
         return [guess_in_row(number) for number in range(most)]
 
     @torch.inference_mode()
-    def complete(self, plan: StepPlan) -> None:
+    def complete(self, plan: StepPlan) -> StepPlan:
         """Reads what sequences that speculate compute in this step, and guesses for those that have a draft and no
         guesses yet."""
         self._part.move(PageMoves(copies=plan.copies))
@@ -97,15 +95,19 @@ class ModelDrafter:
         chunks = [self._unread(work, work.sequence.id in back) for work in speculating]
         for reading in _readings([chunk for chunk in chunks if chunk is not None]):
             self._part.run(self._maker.make(reading))
-        drafted = [(at, work) for at, work in enumerate(plan.scheduled) if work.draft]
-        late = [(at, work) for at, work in drafted if not self._has_guesses(work)]
-        for _, work in drafted:
+        drafted = [work for work in plan.scheduled if work.draft]
+        late = [work for work in drafted if not self._has_guesses(work)]
+        drafts: dict[int, tuple[int, ...]] = {}
+        proposals: dict[int, Tensor] = {}
+        for work in drafted:
             found = self._ready.get(work.sequence.id)
             if found is not None and found.logits is not None:  # another loop would use the same memory
-                plan.proposals[work.sequence.id] = found.logits.clone() if late else found.logits
+                proposals[work.sequence.id] = found.logits.clone() if late else found.logits
         if late:
-            self._guess_ahead(plan, late)
+            drafts, drawn = self._guess_ahead(late)
+            proposals |= drawn
         self._ready.clear()
+        return plan.with_guesses(drafts, proposals)
 
     @torch.inference_mode()
     def follow(self, launched: Launched) -> None:
@@ -133,22 +135,19 @@ class ModelDrafter:
             drawn = logits[:, number] if logits is not None and _draws(one) else None
             self._queued[one.id] = _Early(inputs.lengths[number], one.num_preemptions, drawn)
 
-    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
-        """Tokens are enough."""
-
-    def see(self, outcome: Outcome) -> None:
+    def observe(self, launched: Launched, outcomes: list[Outcome], ended: Collection[int]) -> None:
         """Wrong guesses are forgotten, and what the target chose instead was not read yet."""
-        work, sequence = outcome.scheduled, outcome.scheduled.sequence
-        known = work.start + work.num_tokens - len(work.draft) + outcome.num_accepted
-        read, stay = self._read.get(sequence.id, (0, 0))
-        self._read[sequence.id] = min(read, known), stay
-        queued = self._queued.pop(sequence.id, None)
-        if queued is not None:
-            self._ready[sequence.id] = replace(queued, known=known + 1)
-
-    def forget(self, sequence: Sequence) -> None:
+        for outcome in outcomes:
+            work, sequence = outcome.scheduled, outcome.scheduled.sequence
+            known = work.start + work.num_tokens - len(work.draft) + outcome.num_accepted
+            read, stay = self._read.get(sequence.id, (0, 0))
+            self._read[sequence.id] = min(read, known), stay
+            queued = self._queued.pop(sequence.id, None)
+            if queued is not None:
+                self._ready[sequence.id] = replace(queued, known=known + 1)
         for kept in (self._read, self._wanted, self._queued, self._ready):
-            kept.pop(sequence.id, None)
+            for number in ended:
+                kept.pop(number, None)
 
     def _has_guesses(self, work: Scheduled) -> bool:
         sequence, known = work.sequence, work.start + work.num_tokens - len(work.draft)
@@ -176,8 +175,8 @@ class ModelDrafter:
         self._read[sequence.id] = known, sequence.num_preemptions
         return (sequence, start, end) if start < end else None
 
-    def _guess_ahead(self, plan: StepPlan, drafted: list[tuple[int, Scheduled]]) -> None:
-        scheduled = [work for _, work in drafted]
+    def _guess_ahead(self, scheduled: list[Scheduled]) -> tuple[dict[int, tuple[int, ...]], dict[int, Tensor]]:
+        """What `StepPlan.with_guesses` takes."""
         sequences = [work.sequence for work in scheduled]
         lasts = [work.start + work.num_tokens - len(work.draft) - 1 for work in scheduled]
         inputs = replace(
@@ -186,15 +185,16 @@ class ModelDrafter:
             positions=lasts,
         )
         guesses, logits = self.loop.run(inputs)
-        for row, work in enumerate(scheduled):
-            self._read[work.sequence.id] = lasts[row] + len(work.draft), work.sequence.num_preemptions
+        drawn = {}
+        for number, work in enumerate(scheduled):
+            self._read[work.sequence.id] = lasts[number] + len(work.draft), work.sequence.num_preemptions
             if _draws(work.sequence):
                 assert logits is not None
-                plan.proposals[work.sequence.id] = logits[:, row]
-        if any(_looks_at_guesses(one) for one in sequences):
-            found = guesses.tolist()
-            for row, (at, work) in enumerate(drafted):
-                plan.scheduled[at] = replace(work, draft=tuple(found[row][: len(work.draft)]))
+                drawn[work.sequence.id] = logits[:, number]
+        if not any(_looks_at_guesses(one) for one in sequences):
+            return {}, drawn
+        found = zip(scheduled, guesses.tolist(), strict=True)
+        return {work.sequence.id: tuple(tokens[: len(work.draft)]) for work, tokens in found}, drawn
 
     def _inputs(self, sequences: list[Sequence], lengths: list[int]) -> LoopInputs:
         """All but what the loop begins with."""

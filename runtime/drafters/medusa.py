@@ -7,7 +7,7 @@ row.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from quantkit.runtime.model.decoder import AnyDecoder
 
 
 class MedusaDrafter:
-    early = False
-
     def __init__(self, heads: MedusaHeads, decoder: AnyDecoder, device_rows: DeviceRows, most: int) -> None:
         """The first `most` nodes of the heads' tree; it is a chain where the model's attention has windows."""
         self._heads = heads
@@ -46,31 +44,30 @@ class MedusaDrafter:
     def most(self) -> int:
         return len(self._nodes) if self.tree else self._heads.count
 
-    def prepare(self, sequences: int, guesses: int) -> None:
-        """Heads are small; their kernels are the target's."""
-
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Room for so many; `complete` fills it."""
         if self._known.get(sequence.id) != (sequence.row, sequence.num_preemptions, len(sequence.tokens)):
             return []
         return [guess_in_row(number) for number in range(min(most, self.most))]
 
     @torch.inference_mode()
-    def complete(self, plan: StepPlan) -> None:
-        drafted = [(at, work) for at, work in enumerate(plan.scheduled) if work.draft]
+    def complete(self, plan: StepPlan) -> StepPlan:
+        drafted = [work for work in plan.scheduled if work.draft]
         if not drafted:
-            return
-        lasts = [work.sequence.tokens[work.start + work.num_tokens - len(work.draft) - 1] for _, work in drafted]
-        rows, tokens = self._device_rows.to_device([*(work.sequence.row for _, work in drafted), *lasts]).chunk(2)
+            return plan
+        lasts = [work.sequence.tokens[work.start + work.num_tokens - len(work.draft) - 1] for work in drafted]
+        rows, tokens = self._device_rows.to_device([*(work.sequence.row for work in drafted), *lasts]).chunk(2)
         best = self._best_tokens(self._hidden[rows], tokens)
         trees = plan.has_trees
         guesses = self._tree(best) if trees else self._chain(best)
         self._device_rows.tokens[rows, 1 : 1 + guesses.shape[1]] = guesses
-        if any(work.sequence.guide is not None or work.sequence.params.shapes_logits for _, work in drafted):
-            found = guesses.tolist()
-            for row, (at, work) in enumerate(drafted):
-                padded = found[row] + [0] * len(work.draft)
-                plan.scheduled[at] = replace(work, draft=tuple(padded[: len(work.draft)]))
+        if any(work.sequence.guide is not None or work.sequence.params.shapes_logits for work in drafted):
+            found = {}
+            for work, tokens_ahead in zip(drafted, guesses.tolist(), strict=True):
+                padded = tokens_ahead + [0] * len(work.draft)
+                found[work.sequence.id] = tuple(padded[: len(work.draft)])
+            return plan.with_guesses(found, {})
+        return plan
 
     def _best_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Of every head, the most probable first: [heads, rows, ranks]."""
@@ -85,31 +82,22 @@ class MedusaDrafter:
         """What each head likes most, as far as there are heads; guesses behind them are whatever was there."""
         return best[:, :, 0].T
 
-    def follow(self, launched: Launched) -> None:
-        """The heads are quick; they wait for the host."""
-
     @torch.inference_mode()
-    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
-        """The hidden states that the last tokens were sampled from. Call before tokens become known."""
+    def observe(self, launched: Launched, outcomes: list[Outcome], ended: Collection[int]) -> None:
+        """Keeps the hidden states that the last tokens were sampled from."""
         assert launched.hidden is not None
         logits_rows: list[int] = []
         rows: list[int] = []
-        row = 0
         for outcome in outcomes:
             sequence = outcome.scheduled.sequence
             if sequence.status is Status.RUNNING:
-                logits_rows.append(row + (1 + outcome.path[-1] if outcome.path else 0))
+                logits_rows.append(outcome.logits_row + (1 + outcome.path[-1] if outcome.path else 0))
                 rows.append(sequence.row)
                 length = len(sequence.tokens) + len(outcome.tokens)
                 self._known[sequence.id] = sequence.row, sequence.num_preemptions, length
-            row += len(outcome.scheduled.draft) + 1
         if logits_rows:
             both = self._device_rows.to_device(logits_rows + rows)
             at, where = both.chunk(2)
             self._hidden[where] = launched.hidden[at]
-
-    def see(self, outcome: Outcome) -> None:
-        """`learn` saw it."""
-
-    def forget(self, sequence: Sequence) -> None:
-        self._known.pop(sequence.id, None)
+        for number in ended:
+            self._known.pop(number, None)

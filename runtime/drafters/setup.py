@@ -83,13 +83,15 @@ def make_speculation(
         guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, min(asked.most, rows - 1))
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
         policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
-        return Speculation(guesser, policy, overlaps=options.overlaps)
+        return Speculation(guesser, policy, device=guesser, tree=guesser.tree, overlaps=options.overlaps)
     if draft is not None:
         drafter = make_drafter(draft)
-        drafter.early = options.overlaps
         costs = Costs(seconds, drafter.loop.seconds)
         policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
-        return Speculation(drafter, policy, overlaps=options.overlaps)
+        early = drafter if options.overlaps else None
+        return Speculation(
+            drafter, policy, device=drafter, early=early, capture=drafter.capture, overlaps=options.overlaps
+        )
     if asked.kind != "ngram":
         raise InputError(f"speculative is '{options.speculative}', but a shape has no such draft; use ngram")
     costs = Costs(seconds, draft_share=0.0)

@@ -204,7 +204,7 @@ class Engine:
         now = time.monotonic()
         for work in plan.scheduled:
             work.sequence.started = work.sequence.started or now
-        self.speculation.begin(plan)
+        plan = self.speculation.begin(plan)
         self.steps += 1
         flight = self.runner.launch(plan)
         if flight.launched is not None:
@@ -254,8 +254,6 @@ class Engine:
             sequence = outcome.scheduled.sequence
             in_order = outcome.path == tuple(range(outcome.num_accepted))
             self.scheduler.settle(outcome.scheduled, outcome.num_accepted, in_order)
-            if not sequence.finished:
-                self.speculation.see(outcome)
             for sampled in outcome.tokens:
                 if not sequence.finished:
                     deltas.append(self._advance(sequence, sampled))

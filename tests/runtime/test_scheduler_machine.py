@@ -6,6 +6,7 @@ a page that is shared wrongly, reused too early, copied too late or not at all s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
@@ -62,27 +63,15 @@ def drawn(seed: int, position: int) -> int:
 class Guesser:
     """Drafts that are right half of the time, and as long as asked for or shorter."""
 
-    tree: tuple[int, ...] = ()
-    early = True
-
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         random = Random(len(sequence.tokens) * 31 + sequence.seed)
         right = [drawn(sequence.seed, len(sequence.tokens) + ahead) for ahead in range(random.randint(0, most))]
         return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right]
 
-    def complete(self, plan: StepPlan) -> None:
+    def observe(self, launched: Any, outcomes: list[Outcome], ended: Collection[int]) -> None:
         pass
 
     def follow(self, launched: Any) -> None:
-        pass
-
-    def learn(self, launched: Any, outcomes: list[Outcome]) -> None:
-        pass
-
-    def see(self, outcome: Outcome) -> None:
-        pass
-
-    def forget(self, sequence: Sequence) -> None:
         pass
 
 
@@ -301,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
         runner: Any = self.runner
         self.engine = Engine(config, runner, plan, options)
-        self.engine.speculation = Speculation(Guesser(), Whim(guesses)) if guesses else Speculation()
+        self.engine.speculation = Speculation(Guesser(), Whim(guesses), early=Guesser()) if guesses else Speculation()
         made = self.engine.scheduler
         self.scheduler = WatchedScheduler(made.pool, replace(made.limits, reserve=reserve))
         self.engine.scheduler = self.scheduler

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.sequence import Sequence, Status
 from quantkit.runtime.core.step_plan import Scheduled, StepPlan
 from quantkit.runtime.core.step_result import Launched, Outcome, Sampled, Samples
 from quantkit.runtime.drafters.ngram import NgramDrafter
@@ -311,7 +312,51 @@ def test_a_prompt_says_nothing_about_guesses() -> None:
         work = Scheduled(one, start, 8 - start + len(one.draft), samples=True, draft=tuple(one.draft))
         plan = StepPlan([work])
         speculation.begin(plan)
-        speculation.end(Launched(plan, [work], Samples(torch.zeros(1)), None, {}, None), [])
-        speculation.see(Outcome(work, [Sampled(3)]))
+        outcome = Outcome(work, [Sampled(3)])
+        speculation.end(Launched(plan, [work], Samples(torch.zeros(1)), None, {}, None), [outcome])
         seen.append(policy.seen)
     assert seen == [0, 1]
+
+
+class _Noting(NgramDrafter):
+    """Writes down whose results it sees, and who is said to have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[list[int], list[int]]] = []
+
+    def observe(self, launched: Launched, outcomes: list[Outcome], ended: Collection[int]) -> None:
+        self.noted.append(([outcome.scheduled.sequence.id for outcome in outcomes], list(ended)))
+
+
+def test_a_drafter_sees_those_who_go_on_and_hears_once_of_those_who_ended() -> None:
+    policy, drafter = _AsTold(2, Costs()), _Noting()
+    policy.told = True
+    speculation, running = Speculation(drafter, policy), sequences(2)
+
+    def step() -> None:
+        speculation.propose(running)
+        scheduled = [Scheduled(one, 0, 1, samples=True) for one in running]
+        plan = speculation.begin(StepPlan(scheduled))
+        outcomes = [Outcome(work, [Sampled(3)]) for work in scheduled]
+        speculation.end(Launched(plan, scheduled, Samples(torch.zeros(2)), None, {}, None), outcomes)
+
+    step()
+    running[0].status = Status.FINISHED
+    speculation.forget(running[0])
+    step()
+    step()
+    assert drafter.noted == [([0, 1], []), ([1], [0]), ([1], [])]
+
+
+def test_a_plan_with_guesses_is_another_plan() -> None:
+    """The one that the scheduler made stays as it was."""
+    first, second = sequences(2)
+    plan = StepPlan([Scheduled(first, 0, 3, True, (-2, -3)), Scheduled(second, 0, 2, True, (-2,))])
+    logits = {1: torch.zeros(1, 5)}
+    found = plan.with_guesses({0: (7, 8)}, logits)
+    assert [work.draft for work in found.scheduled] == [(7, 8), (-2,)]
+    assert found.proposals == logits
+    assert [work.draft for work in plan.scheduled] == [(-2, -3), (-2,)]
+    assert plan.proposals == {}
+    assert plan.with_guesses({}, {}) is plan
