@@ -13,3 +13,7 @@ Digest = bytes
 def page_digest(before: Digest, tokens: Sequence[int]) -> Digest:
     """Of a full page's tokens and, through `before`, of all tokens in front of it; b"" at the beginning."""
     return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)

@@ -26,9 +26,9 @@ from quantkit.arch import Config
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import Scheduled, StepPlan, guess_in_row
 from quantkit.runtime.core.step_result import Launched, Outcome
-from quantkit.runtime.device.model_part import ModelPart, PageMoves
+from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.prompt_graphs import MOST_TOKENS
-from quantkit.runtime.device.step_inputs import InputMaker
+from quantkit.runtime.device.step_inputs import InputMaker, PageMoves
 from quantkit.runtime.drafters.draft_loop import Behind, DraftLoop, LoopInputs
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Weights

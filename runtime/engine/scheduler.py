@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantkit.runtime.core.pages import pages_for
 from quantkit.runtime.core.sequence import FinishReason, Sequence, Status, Swapped
 from quantkit.runtime.core.step_plan import MOST_GUESSES, Scheduled, StepPlan
 from quantkit.runtime.engine.page_pool import PagePool
+from quantkit.runtime.engine.prefix_sharing import take_prefix
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ class Scheduler:
             return 0
         if sequence.swapped is not None:
             return self._swap_in(sequence, plan)
-        self._take_prefix(sequence, plan)
-        missing = _pages(sequence.length, self.pool.page_size) - len(sequence.pages)
+        take_prefix(sequence, plan, self.pool)
+        missing = pages_for(sequence.length, self.pool.page_size) - len(sequence.pages)
         reserve = int(self.pool.usable * self.limits.reserve) if self.running else 0
         copies = self._shares_last_page(sequence)
         if missing + copies + reserve > self.pool.free:
@@ -191,7 +193,7 @@ class Scheduler:
         """A sequence whose pages are in host memory goes on where it was."""
         assert sequence.swapped is not None
         computed = sequence.swapped.num_computed
-        pages = self.pool.allocate(_pages(sequence.length, self.pool.page_size))
+        pages = self.pool.allocate(pages_for(sequence.length, self.pool.page_size))
         if pages is None:
             return 0
         self._start(sequence)
@@ -208,37 +210,6 @@ class Scheduler:
             self.swapped_pages -= sequence.swapped.num_pages
             sequence.swapped = None
 
-    def _take_prefix(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Pages whose contents are there already: those of the leader, or of anybody with the same beginning.
-
-        At least one token is always computed, because the logits behind it are wanted.
-        """
-        size, known = self.pool.page_size, len(sequence.tokens) - 1
-        if sequence.needs_all_logits:
-            return
-        leader = sequence.leader
-        if leader is not None and not sequence.num_preemptions and not leader.finished and leader.num_computed >= size:
-            settled = plan.settled(leader) >= known  # a page that this step fills cannot be copied before it
-            computed = known if settled else min(leader.num_computed, known) // size * size
-            pages = leader.pages[: _pages(computed, size)]
-        else:
-            pages = self._known_pages(sequence, known // size)
-            computed = len(pages) * size
-        self.pool.hold(pages)
-        sequence.pages = pages
-        sequence.num_computed = computed
-        sequence.num_published = computed // size
-
-    def _known_pages(self, sequence: Sequence, most: int) -> list[int]:
-        """Pages of anybody that hold the beginning of this sequence."""
-        pages: list[int] = []
-        for page in range(most):
-            found = self.pool.find(sequence.digest_of(page, self.pool.page_size))
-            if found is None:
-                break
-            pages.append(found)
-        return pages
-
     def _shares_last_page(self, sequence: Sequence) -> bool:
         """Whether the next token would be written into a page that others hold too."""
         inside = sequence.num_computed % self.pool.page_size
@@ -248,7 +219,7 @@ class Scheduler:
         """Pages of its own for all positions up to `length`; False, and nothing changes, where too few are free."""
         copies = self._shares_last_page(sequence)
         size = self.pool.page_size
-        new = self.pool.allocate(max(0, _pages(length, size) - len(sequence.pages)) + copies)
+        new = self.pool.allocate(max(0, pages_for(length, size) - len(sequence.pages)) + copies)
         if new is None:
             return False
         if copies:
@@ -263,7 +234,7 @@ class Scheduler:
     def _hold_ahead(self, sequence: Sequence, length: int) -> None:
         """Pages for the guesses of the step after this, where everybody else can still get one."""
         reach = min(length + sequence.ahead, len(sequence.prompt) + sequence.max_new)
-        more = _pages(reach, self.pool.page_size) - len(sequence.pages)
+        more = pages_for(reach, self.pool.page_size) - len(sequence.pages)
         if 0 < more <= self.pool.free - len(self.running):
             sequence.pages += self.pool.allocate(more) or []
 
@@ -276,7 +247,7 @@ class Scheduler:
 
     def _trim(self, sequence: Sequence, length: int) -> None:
         """Gives back the pages behind so many tokens."""
-        kept = _pages(length, self.pool.page_size)
+        kept = pages_for(length, self.pool.page_size)
         self.pool.release(sequence.pages[kept:])
         del sequence.pages[kept:]
 
@@ -315,7 +286,3 @@ def _insert(queue: list[Sequence], sequence: Sequence) -> None:
     while place and queue[place - 1].rank > sequence.rank:
         place -= 1
     queue.insert(place, sequence)
-
-
-def _pages(tokens: int, size: int) -> int:
-    return -(-tokens // size)
