@@ -29,15 +29,22 @@ from quantkit.runtime.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """A step that was launched. Its tokens are sampled at once where this process has the last blocks (`launched`),
-    else when its rows are back from the other stages (`returning`)."""
+class _Travelling:
+    """A step on its way through the other stages."""
 
     plan: StepPlan
     step: Step
-    rows: LogitsRows  # where they return, but for their hidden states
-    launched: Launched | None = None
-    returning: ReturningRows | None = None
+    rows: LogitsRows  # but for their hidden states
+    returning: ReturningRows
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step that was launched. Its tokens are sampled at once where this process has the last blocks, else when its
+    rows are back from the other stages: `Runner.arrived`."""
+
+    launched: Launched | None
+    travelling: _Travelling | None = None
 
 
 class Runner:
@@ -98,20 +105,23 @@ class Runner:
             with self.part.clock:
                 every, rows = self.part.run(inputs)
             returning = self._peers.send_on(every, len(step.wanted))
-            launched = self._sample(plan, step, rows, every) if returning is None else None
-            return InFlight(plan, step, rows, launched, returning)
+            if returning is None:
+                return InFlight(self._sample(plan, step, rows, every))
+            return InFlight(None, _Travelling(plan, step, rows, returning))
 
     @torch.inference_mode()
     def arrived(self, flight: InFlight) -> Launched:
         """Waits until a step has gone through all stages, and samples its tokens."""
         if flight.launched is not None:
             return flight.launched
-        assert flight.returning is not None
+        assert flight.travelling is not None
+        plan, step = flight.travelling.plan, flight.travelling.step
         with self._peers.guarded():
-            hidden, step = flight.returning.wait(), flight.step
+            hidden = flight.travelling.returning.wait()
             with self.part.clock:
-                rows = replace(flight.rows, hidden=hidden[step.inputs.logits_rows] if step.all_tokens else hidden)
-                return self._sample(flight.plan, step, rows, hidden if step.all_tokens else None)
+                wanted = hidden[step.inputs.logits_rows] if step.all_tokens else hidden
+                rows = replace(flight.travelling.rows, hidden=wanted)
+                return self._sample(plan, step, rows, hidden if step.all_tokens else None)
 
     def _sample(self, plan: StepPlan, step: Step, rows: LogitsRows, every: Tensor | None) -> Launched:
         """The tokens behind the rows of a step. Where it also asks for prompts, ranks are told of each logits."""

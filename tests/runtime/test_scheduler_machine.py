@@ -354,7 +354,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def everything_is_in_order(self) -> None:
         self.engine.check_integrity()
         living = [*self.scheduler.running, *self.scheduler.waiting]
-        swapped = sum(sequence.swapped.pages for sequence in living if sequence.swapped is not None)
+        swapped = sum(sequence.swapped.num_pages for sequence in living if sequence.swapped is not None)
         assert self.scheduler.swapped_pages == swapped <= self.scheduler.limits.swap_pages
         for sequence in self.scheduler.running:
             _, wrong = self.runner.guessed.get(sequence.id, (0, 0))
