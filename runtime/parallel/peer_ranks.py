@@ -114,7 +114,7 @@ class PeerRanks:
         assert hidden is not None, "a step through several stages is no graph"
         back = self.pipeline.expect(num_rows) if num_rows else None  # asked for before anything else is sent
         self.pipeline.send_on(hidden)
-        return _NoRows(hidden[:0]) if back is None else _Returning(self._coordinator, back)
+        return _NoRows(hidden.new_empty(0, hidden.shape[1])) if back is None else _Returning(self._coordinator, back)
 
     def idle_shares(self, busy_seconds: float) -> tuple[float, ...]:
         """A stage is idle while not even its busiest rank computes. Waiting for another rank's part of a sum counts as
