@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder."""
+"""The tokenizer of a model folder, loaded without what it does not need."""
 
 from __future__ import annotations
 
