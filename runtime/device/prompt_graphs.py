@@ -37,7 +37,7 @@ class PromptKey:
 
 class PromptGraphs:
     def __init__(self, decoder: Decoder, cache: KvCache, device_rows: DeviceRows, pool: Any) -> None:
-        """`pool` is the memory that all graphs work."""
+        """`pool` is the memory that all graphs share."""
         self._decoder = decoder
         self._cache = cache
         self._device_rows = device_rows
