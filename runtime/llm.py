@@ -165,7 +165,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _generation(request: Request, answers: list[Answer], prompt: Prompt) -> Generation:
     done = Generation(request.prompt, answers, prompt if isinstance(prompt, str) else None)
-    done.cached_tokens = request.sequences[0].reused
+    done.cached_tokens = request.sequences[0].num_reused
     if request.params.prompt_logprobs is not None:
         parts = request.prompt_logprobs
         done.prompt_logprobs = [None, *(value for part in parts for value in part.logprobs)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.sampling.prompt_logprobs import ROWS
 
 
@@ -61,7 +61,7 @@ def _step(engine: Engine, ids: Tensor, table: Tensor, start: int, count: int) ->
     batch = Batch(
         ids=part,
         positions=positions,
-        slots=table[positions // size].long() * size + positions % size,
+        kv_slots=table[positions // size].long() * size + positions % size,
         page_table=table[None, : -(-end // size)],
         context_lengths=torch.tensor([end], dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, len(part)], dtype=torch.int32, device=device),

@@ -16,10 +16,10 @@ from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
-from quantkit.runtime.device.decode_graphs import StepGraphs
-from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.kv_cache import allocate_draft_cache
 from quantkit.runtime.device.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
 from quantkit.runtime.device.model_part import ModelPart
+from quantkit.runtime.device.peers import Alone
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.drafters.draft_loop import DraftLoop
@@ -27,22 +27,20 @@ from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
 from quantkit.runtime.drafters.setup import (
     check_draft_context,
-    draft_cache,
     find_draft,
     find_medusa,
     make_speculation,
 )
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.config import ModelConfig, read_model_config
-from quantkit.runtime.model.decoder import Decoder, KvCache
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import import_ahead, ops_for
 from quantkit.runtime.model.ranks import Ranks, local_config
-from quantkit.runtime.parallel.coordinated import LeadGraphs
-from quantkit.runtime.parallel.crew import Crew, refuse_ranks, start_crew
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.launcher import Launcher
+from quantkit.runtime.parallel.peer_ranks import PeerRanks, refuse_ranks, start_peers
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
 from quantkit.runtime.sampling.sampler import Sampler
 from quantkit.sources import model_folder
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIRST_GRAPHS = (1,)
-_GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json says it all
 
 
 @dataclass
@@ -89,22 +86,22 @@ def start_engine(
         tokenizer = load_tokenizer(checkpoint.folder) if text else None
 
     draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
-    crew = start_crew(str(model), checkpoint, config, dtype, options, launcher, draft)
-    ranks = Ranks() if crew is None else crew.ranks
+    peers = start_peers(str(model), checkpoint, config, dtype, options, launcher, draft)
+    ranks = Ranks() if peers is None else peers.ranks
 
     def load() -> Weights:
         return load_weights(checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits)
 
-    size = weight_bytes(checkpoint, dtype) if crew is None else rank_weight_bytes(checkpoint, config, dtype, ranks)
+    size = weight_bytes(checkpoint, dtype) if peers is None else rank_weight_bytes(checkpoint, config, dtype, ranks)
     size += more_bytes(config, dtype, options.head_bits, ranks)
     try:
         return build_engine(
             checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft,
-            heads=heads, crew=crew,
+            heads=heads, peers=peers,
         )  # fmt: skip
     except BaseException:
-        if crew is not None:
-            crew.stop()
+        if peers is not None:
+            peers.stop()
         raise
 
 
@@ -120,15 +117,15 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft: DraftModel | None = None,
     heads: MedusaHeads | None = None,
-    crew: Crew | None = None,
+    peers: PeerRanks | None = None,
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
-    With a `crew`, sizes and weights are those of rank 0.
+    With `peers`, sizes and weights are those of rank 0.
     """
-    if crew is None:
+    if peers is None:
         refuse_ranks(options, "random weights")
-    ranks = Ranks() if crew is None else crew.ranks
+    ranks = Ranks() if peers is None else peers.ranks
     device = options.torch_device
     import_ahead(device)
     own = local_config(config, ranks)
@@ -147,23 +144,24 @@ def build_engine(
         if device.type == "cuda":
             torch.cuda.synchronize()
     plan = refine_plan(plan, own, dtype, options, beside)
-    if crew is not None:
+    if peers is not None:
         with stages.stage("other ranks"):
-            plan = crew.meet(plan, resident_bytes(weights), config.hidden, dtype, device)
+            plan = peers.meet(plan, resident_bytes(weights), config.hidden, dtype, device)
 
     def make_drafter(model: DraftModel) -> ModelDrafter:
         decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
-        cache, places, graphs = draft_cache(model.config, runner.cache, dtype), runner.places.alone(), runner.graphs
-        loop = DraftLoop(decoder, cache, ops_for(device, dtype), places, graphs is not None)
-        prompts = None if graphs is None else PromptGraphs(decoder, cache, places, graphs.pool)
-        return ModelDrafter(ModelPart(decoder, cache, places, prompt_graphs=prompts), loop)
+        cache = allocate_draft_cache(model.config, runner.cache, dtype)
+        rows, graphs = runner.device_rows.alone(), runner.graphs
+        loop = DraftLoop(decoder, cache, ops_for(device, dtype), rows, graphs is not None)
+        prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
+        return ModelDrafter(ModelPart(decoder, cache, rows, prompt_graphs=prompts), loop)
 
     with stages.stage("cache"):
-        runner = _make_runner(raw, own, weights, plan, dtype, options, crew)
+        runner = _make_runner(raw, own, weights, plan, dtype, options, peers)
         speculation = make_speculation(options, draft, make_drafter, heads, runner)
     with stages.stage("graphs"):
         runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-    engine = Engine(config, runner, plan, options, tokenizer, speculation, crew)
+    engine = Engine(config, runner, plan, options, tokenizer, speculation, peers or Alone())
     if options.warm_up and device.type == "cuda":
         from quantkit.runtime.warm_up import warm_up
 
@@ -179,39 +177,18 @@ def _make_runner(
     plan: MemoryPlan,
     dtype: torch.dtype,
     options: EngineOptions,
-    crew: Crew | None,
+    peers: PeerRanks | None,
 ) -> Runner:
     device = options.torch_device
     sampler = Sampler(ops_for(device, dtype), config.vocab, options.sequences, device, options.seed)
-    if crew is None:
-        return Runner(make_part(raw, config, weights, plan, dtype, options, make_graphs=StepGraphs), sampler)
-    links, lead = crew.links, crew.lead
-
-    def graphs(decoder: Decoder, cache: KvCache, places: Places) -> StepGraphs:
-        return LeadGraphs(decoder, cache, places, lead)
-
+    if peers is None:
+        return Runner(make_part(raw, config, weights, plan, dtype, options), sampler)
     part = make_part(
-        raw, config, weights, plan, dtype, options, group=links.group, ranks=crew.ranks,
-        make_graphs=graphs if links.captures else None,
-    )  # fmt: skip
-    return Runner(part, sampler, lead, links)
+        raw, config, weights, plan, dtype, options, group=peers.pipeline.group, ranks=peers.ranks, peers=peers
+    )
+    return Runner(part, sampler, peers)
 
 
 def _generation_config(folder: Path) -> Config:
     file = folder / "generation_config.json"
     return read_json(file, "") if file.exists() else {}
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """None for a folder without one: such a model takes and gives token ids."""
-    if not any(folder.glob("tokenizer*")):
-        return None
-    file = folder / "tokenizer_config.json"
-    named = read_json(file, "").get("tokenizer_class") if file.exists() else None
-    if named in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").exists():  # Auto would import seconds of modules
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)

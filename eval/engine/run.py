@@ -107,9 +107,7 @@ def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 
 
 def _idle_shares(engine: Engine) -> tuple[float, ...]:
     """Of every stage since the last call; nothing where there is one."""
-    if engine.crew is None or engine.options.pipeline_parallel == 1:
-        return ()
-    return engine.crew.idle_shares(engine.runner.part.clock)
+    return engine.peers.idle_shares(engine.runner.part.clock.take())
 
 
 def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:

@@ -145,7 +145,7 @@ def describe_formats(folder: Path, engine: Engine) -> str:
     found = sorted({fmt.describe() for fmt in Checkpoint(model_folder(folder)).formats.values()})
     described = ", ".join(found) or str(engine.runner.decoder.weights.embedding.dtype)[6:]
     options = engine.options
-    if engine.crew is None:
+    if options.tensor_parallel * options.pipeline_parallel == 1:
         return described
     return f"{described}, tensor {options.tensor_parallel} x pipeline {options.pipeline_parallel}"
 

@@ -129,7 +129,7 @@ def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
 
 def _describe_idle(row: EngineRow) -> str:
     """How long stages waited, beside what a pipeline that fills and drains once would."""
-    from quantkit.runtime.parallel.crew import bubble
+    from quantkit.runtime.parallel.peer_ranks import bubble
 
     idle = row.times.idle
     each = ", ".join(f"{share:.0%}" for share in idle)

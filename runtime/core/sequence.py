@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+from quantkit.runtime.core.pages import Digest, page_digest
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.engine.page_pool import Digest, page_digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -30,22 +31,31 @@ class Guide(Protocol):
         """The token that came."""
 
 
+class Status(Enum):
+    """Where a sequence stands. A preempted one waits again."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
 @dataclass
 class Swapped:
     """Pages in host memory, where those who compute keep them."""
 
-    pages: int
-    computed: int
+    num_pages: int
+    num_computed: int
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Scheduler and runner change it; everybody else reads.
+    """Each field has one writer, named in front of it; everybody else reads.
 
-    `computed` counts tokens whose keys and values are in the cache, or will be when the steps that were launched have
-    run. `pending` counts tokens that were sampled but have not come back from the device.
+    `num_computed` counts tokens whose keys and values are in the cache, or will be when the steps that were launched
+    have run. `num_pending` counts tokens that were sampled but have not come back from the device.
     """
 
+    # The engine, when the request comes; nobody changes them.
     id: int
     prompt: list[int]
     params: SamplingParams
@@ -53,37 +63,48 @@ class Sequence:
     seed: int
     max_new: int  # most tokens of its answer, the context considered
     end_tokens: tuple[int, ...] = ()  # that end it, the model's own included
-    tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as known
-    pages: list[int] = field(default_factory=list)
-    digests: list[Digest] = field(default_factory=list)  # of full pages, as far as tokens are known
-    computed: int = 0
-    published: int = 0  # pages offered to others
-    pending: int = 0
-    slot: int = -1  # row of the state on the device, while running
-    reused: int = 0  # prompt tokens that were found in the cache
-    preempted: int = 0  # how often
     leader: Sequence | None = None  # whose prompt pages to share, for n > 1
-    finished: FinishReason | None = None
     needs_all_logits: bool = False  # logprobs of the prompt
     guide: Guide | None = None  # structured output: which tokens may come next
-    speculates: bool = False  # drafts are guessed for it, which needs to know its last token
     waits: bool = False  # its last token must be seen before its next step, as where steps go through several stages
+
+    # The engine, as steps are launched and tokens come back.
+    tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as known
+    started: float | None = None  # when it was first scheduled, by the clock of its arrival
+
+    # The scheduler.
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None  # set together with FINISHED
+    row: int = -1  # of the device's state (`device/device_rows.py`), while it runs
+    pages: list[int] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)  # of full pages, as far as tokens are known
+    num_computed: int = 0
+    num_published: int = 0  # pages offered to others
+    num_pending: int = 0
+    num_reused: int = 0  # prompt tokens that were found in the cache
+    num_preemptions: int = 0
+    swapped: Swapped | None = None  # its pages in host memory, where it was preempted that way
+
+    # Speculation.
+    speculates: bool = False  # drafts are guessed for it, which needs to know its last token
     draft: list[int] = field(default_factory=list)  # guessed tokens, to be verified by the next step
     ahead: int = 0  # tokens behind those computed that get pages too where there are some: next guesses need them early
-    tree: tuple[int, ...] = ()  # where guesses are a tree: the parents of its nodes, see `Share`
-    guessed: int = 0  # tokens in drafts that were verified
-    accepted: int = 0  # of these
-    started: float | None = None  # when it was first scheduled, by the clock of its arrival
-    swapped: Swapped | None = None  # its pages in host memory, where it was preempted that way
+    tree: tuple[int, ...] = ()  # where guesses are a tree: the parents of its nodes, see `Scheduled`
+    num_guessed: int = 0  # tokens in drafts that were verified
+    num_accepted: int = 0  # of these
 
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.prompt)
 
     @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
     def length(self) -> int:
         """Tokens that exist, those on their way back included."""
-        return len(self.tokens) + self.pending
+        return len(self.tokens) + self.num_pending
 
     @property
     def answer(self) -> list[int]:
@@ -100,8 +121,8 @@ class Sequence:
 
         What was computed reaches beyond the tokens that exist while guesses are being verified.
         """
-        must_see = self.waits or self.guide is not None or self.speculates or self.computed >= self.length
-        return self.at_limit or (self.pending > 0 and must_see)
+        must_see = self.waits or self.guide is not None or self.speculates or self.num_computed >= self.length
+        return self.at_limit or (self.num_pending > 0 and must_see)
 
     def digest_of(self, page: int, page_size: int) -> Digest:
         """Of its page with this number, which must be full of known tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -9,18 +10,18 @@ from torch import Tensor
 from quantkit.runtime.core.sequence import Sequence
 
 MOST_GUESSES = 16  # in one step, for one sequence
-FROM_PLACE = -1  # instead of a token that has not come back from the device: it is in the sequence's place there
+FROM_ROW = -1  # instead of a token that has not come back from the device: it is in the sequence's row there
 
 
-def guess_in_place(number: int) -> int:
+def guess_in_row(number: int) -> int:
     """Instead of a guess that only the device knows, the first of which has the number 0."""
-    return FROM_PLACE - 1 - number
+    return FROM_ROW - 1 - number
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of one sequence in a step: `count` tokens from position `start`; the last one's successor is sampled
-    where `samples` is set. The last ones may be a `draft`: guesses, behind each of which a token is sampled too.
+class Scheduled:
+    """A sequence's part of a step: `num_tokens` tokens from position `start`; the last one's successor is sampled where
+    `samples` is set. The last ones may be a `draft`: guesses, behind each of which a token is sampled too.
 
     The guesses follow each other, or are the nodes of a tree: then `parents` has, for each of them, the number of the
     guess in front of it, which comes before it, or -1 for those right behind the known tokens.
@@ -28,7 +29,7 @@ class Share:
 
     sequence: Sequence
     start: int
-    count: int
+    num_tokens: int
     samples: bool
     draft: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -50,9 +51,13 @@ class Share:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes. Pages are moved first: out to the host, back from it, then copies."""
+    """What one step computes. Pages are moved first: out to the host, back from it, then copies.
 
-    shares: list[Share]
+    The scheduler makes it. Nobody changes one that it has returned: a drafter on the device and speculation itself
+    return another, with guesses and with coins.
+    """
+
+    scheduled: list[Scheduled]
     copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
     preempted: list[Sequence] = field(default_factory=list)
     swap_out: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # these pages to host memory
@@ -62,26 +67,33 @@ class StepPlan:
 
     def settled(self, sequence: Sequence) -> int:
         """Tokens of a sequence that earlier steps computed."""
-        for share in self.shares:
-            if share.sequence is sequence:
-                return share.start
-        return sequence.computed
+        for work in self.scheduled:
+            if work.sequence is sequence:
+                return work.start
+        return sequence.num_computed
 
     @property
     def tokens(self) -> int:
-        return sum(share.count for share in self.shares)
+        return sum(work.num_tokens for work in self.scheduled)
 
-    def straighten(self) -> None:
+    def without_trees(self) -> StepPlan:
         """Trees become chains of the same length: beside prompts, attention knows no trees."""
-        for place, share in enumerate(self.shares):
-            if share.parents:
-                self.shares[place] = replace(share, parents=())
+        return replace(self, scheduled=[replace(work, parents=()) if work.parents else work for work in self.scheduled])
+
+    def with_guesses(self, drafts: Mapping[int, tuple[int, ...]], proposals: Mapping[int, Tensor]) -> StepPlan:
+        """By sequence id: guesses that the host must know, and the logits that guesses were drawn from."""
+        if not drafts and not proposals:
+            return self
+        scheduled = self.scheduled
+        if drafts:
+            scheduled = [replace(work, draft=drafts.get(work.sequence.id, work.draft)) for work in scheduled]
+        return replace(self, scheduled=scheduled, proposals=dict(proposals))
 
     @property
     def has_trees(self) -> bool:
-        return any(share.parents for share in self.shares)
+        return any(work.parents for work in self.scheduled)
 
     @property
     def answers_only(self) -> bool:
-        """Whether every share is the last known token of a sequence, and guesses behind it."""
-        return all(share.samples and share.count == 1 + len(share.draft) for share in self.shares)
+        """Whether every part is the last known token of a sequence, and guesses behind it."""
+        return all(work.samples and work.num_tokens == 1 + len(work.draft) for work in self.scheduled)

@@ -1,8 +1,7 @@
-"""Cache, tables, decoder and places around loaded weights: what a process needs to compute its part of a model."""
+"""Cache, tables, decoder and device rows around loaded weights: what a process needs to compute its part of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,19 +9,19 @@ import torch
 from quantkit.arch import Config
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.device.decode_graphs import StepGraphs
-from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.device.device_rows import DeviceRows
+from quantkit.runtime.device.kv_cache import allocate_cache
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.model_part import ModelPart
+from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.decoder import Decoder, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import rope_tables
-from quantkit.runtime.model.tensor_group import Alone, Group
-
-MakeGraphs = Callable[[Decoder, KvCache, Places], StepGraphs]
+from quantkit.runtime.model.tensor_group import Group, OneRank
 
 
 def make_part(
@@ -33,20 +32,24 @@ def make_part(
     dtype: torch.dtype,
     options: EngineOptions,
     *,
-    group: Group = Alone(),  # noqa: B008  (has no state)
+    group: Group = OneRank(),  # noqa: B008  (has no state)
     ranks: Ranks = Ranks(),  # noqa: B008
-    make_graphs: MakeGraphs | None = None,
+    peers: Peers = Alone(),  # noqa: B008
 ) -> ModelPart:
-    """`config` is this rank's own; `make_graphs` where steps may be CUDA graphs."""
+    """`config` is this rank's own. `peers` are told when it captures a graph; ranks that are told themselves have none.
+
+    A step is a CUDA graph where one graph can hold all of it: not where it goes through several stages.
+    """
     cache = allocate_cache(config, plan, dtype, options)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
-    places = Places(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
-    if make_graphs is None or not options.graphs or options.torch_device.type != "cuda":
-        return ModelPart(decoder, cache, places)
-    graphs = make_graphs(decoder, cache, places)
+    device_rows = DeviceRows(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
+    staged = ranks.pipeline > 1
+    if staged or not options.graphs or options.torch_device.type != "cuda":
+        return ModelPart(decoder, cache, device_rows, timed=staged)
+    graphs = StepGraphs(decoder, cache, device_rows, peers)
     alone = ranks == Ranks()  # others would have to make the same graphs at the same time
     return ModelPart(
-        decoder, cache, places, graphs, PromptGraphs(decoder, cache, places, graphs.pool) if alone else None
+        decoder, cache, device_rows, graphs, PromptGraphs(decoder, cache, device_rows, graphs.pool) if alone else None
     )
 
 
@@ -57,23 +60,12 @@ def make_decoder(
     max_context: int,
     dtype: torch.dtype,
     options: EngineOptions,
-    group: Group = Alone(),  # noqa: B008
+    group: Group = OneRank(),  # noqa: B008
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Decoder:
     device = options.torch_device
     tables = rope_tables(raw, config, max_context, device)
     return Decoder(config, weights, tables, ops_for(device, dtype), attention_scratch(config, options), group, ranks)
-
-
-def allocate_cache(config: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, options: EngineOptions) -> KvCache:
-    """Page 0 must hold numbers: padding reads it."""
-    kept = KV_DTYPES[options.kv_dtype] or dtype
-    shape = (config.layers, 2, plan.pages, config.kv_heads, plan.page_size, config.head_dim)
-    device = options.torch_device
-    pages = torch.empty(shape, dtype=kept, device=device)
-    pages.view(torch.uint8)[:, :, 0] = 0
-    scale = torch.ones(config.kv_heads, device=device) if kept != dtype else None
-    return KvCache(pages, scale)
 
 
 def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:

@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_plan import MOST_GUESSES
-from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.core.step_result import LogitsRows
+from quantkit.runtime.device.device_rows import DeviceRows
+from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, MOST_GUESSES)  # that a graph is made for; others are padded
 _NEW_TOKENS = (1, *(1 + length for length in DRAFT_LENGTHS))
@@ -71,28 +74,27 @@ def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAG
     return graph, begin.elapsed_time(end) / 1000 / _REPLAYS
 
 
-@dataclass(frozen=True)
-class Answered:
-    """Of the rows behind which a token is sampled: hidden states, token ids, places and positions."""
-
-    hidden: Tensor
-    ids: Tensor
-    places: Tensor
-    positions: Tensor
-
-
 class StepGraphs:
-    def __init__(self, decoder: Decoder, cache: KvCache, places: Places) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        device_rows: DeviceRows,
+        peers: Peers = Alone(),  # noqa: B008  (has no state)
+    ) -> None:
+        """`peers` are told of every capture. Within a step other ranks make a graph by themselves, and find it there
+        when they are told."""
+        self._peers = peers
         self._decoder = decoder
         self._cache = cache
-        self._places = places
-        self.sizes = graph_sizes(places.count)
-        device, rows = places.device, max(self.sizes[-1], _MOST_TOKENS)
+        self._device_rows = device_rows
+        self.sizes = graph_sizes(device_rows.num_rows)
+        device, most = device_rows.device, max(self.sizes[-1], _MOST_TOKENS)
         dtype = decoder.weights.embedding.dtype
-        self._numbers = torch.zeros(4 * rows + 2 * self.sizes[-1] + 8, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(rows, decoder.config.hidden, dtype=dtype, device=device)
-        self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._steps = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(4 * most + 2 * self.sizes[-1] + 8, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(most, decoder.config.hidden, dtype=dtype, device=device)
+        self._ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._steps = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._asked: Counter[Key] = Counter()
         self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -126,27 +128,27 @@ class StepGraphs:
         self.capture(key)
         return key
 
-    def run(self, inputs: StepInputs) -> Answered:
+    def run(self, inputs: StepInputs) -> LogitsRows:
         """Every token of the step is one behind which a token is sampled."""
-        counts = inputs.counts
+        counts = inputs.num_new
         key = self.prepare(len(counts), max(counts), bool(inputs.ancestors))
-        numbers = _padded_numbers(inputs, counts, key, self._places.padding)
+        numbers = _padded_numbers(inputs, counts, key, self._device_rows.padding)
         fixed, queries = len(numbers), key.new
-        rows = [sequence * queries + queries - count + new for sequence, count in enumerate(counts)
-                for new in range(count)]  # fmt: skip
-        host = torch.tensor(numbers + (rows if queries > 1 else []), dtype=torch.int64).pin_memory()
-        sent = host.to(self._places.device, non_blocking=True)
+        logits_rows = [sequence * queries + queries - count + new for sequence, count in enumerate(counts)
+                       for new in range(count)]  # fmt: skip
+        host = torch.tensor(numbers + (logits_rows if queries > 1 else []), dtype=torch.int64).pin_memory()
+        sent = host.to(self._device_rows.device, non_blocking=True)
         self._numbers[:fixed].copy_(sent[:fixed])
         self._graphs[key].replay()
-        _, positions, _, _, places, _ = self._columns(key)
+        _, positions, _, _, rows, _ = self._columns(key)
         if queries == 1:
-            return Answered(self._hidden[: len(counts)], self._ids[: len(counts)], places[: len(counts)],
+            return LogitsRows(self._hidden[: len(counts)], self._ids[: len(counts)], rows[: len(counts)],
                             positions[: len(counts)])  # fmt: skip
         at = sent[fixed:]
-        return Answered(self._hidden[at], self._ids[at], places[at // queries], positions[at])
+        return LogitsRows(self._hidden[at], self._ids[at], rows[at // queries], positions[at])
 
     def _columns(self, key: Key) -> tuple[Tensor, ...]:
-        """Views of the buffer, each of which begins on 16 bytes: ids, positions, slots, ancestors; places, contexts."""
+        """Views of the buffer, each begins on 16 bytes: ids, positions, KV slots, ancestors; rows, contexts."""
         lengths = [key.tokens] * 3 + [key.tokens * key.tree] + [key.sequences] * 2
         views, start = [], 0
         for length in lengths:
@@ -158,21 +160,22 @@ class StepGraphs:
         """Makes the graph of a size, unless it is there."""
         if key in self._graphs:
             return
-        for column, filler in zip(self._columns(key), _padding(self._places.padding), strict=True):
-            column.fill_(filler)
-        graph, seconds = timed_capture(lambda: self._step(key), self.pool)
+        with self._peers.capturing(key.sequences, key.new, key.tree):
+            for column, filler in zip(self._columns(key), _padding(self._device_rows.padding), strict=True):
+                column.fill_(filler)
+            graph, seconds = timed_capture(lambda: self._step(key), self.pool)
         self._graphs[key] = graph
         self.seconds[key.sequences, key.new] = seconds
 
     def _step(self, key: Key) -> None:
-        ids, positions, slots, ancestors, places, contexts = self._columns(key)
-        owners = places if key.new == 1 else places.repeat_interleave(key.new, output_size=key.tokens)
-        self._ids[: key.tokens].copy_(self._places.resolve(ids, owners))
+        ids, positions, kv_slots, ancestors, rows, contexts = self._columns(key)
+        token_rows = rows if key.new == 1 else rows.repeat_interleave(key.new, output_size=key.tokens)
+        self._ids[: key.tokens].copy_(self._device_rows.resolve(ids, token_rows))
         batch = Batch(
             ids=self._ids[: key.tokens],
             positions=positions,
-            slots=slots,
-            page_table=self._places.page_table[places],
+            kv_slots=kv_slots,
+            page_table=self._device_rows.page_table[rows],
             context_lengths=contexts.int(),
             query_starts=self._steps[: key.tokens + 1 : key.new].contiguous(),
             max_queries=key.new,
@@ -181,19 +184,19 @@ class StepGraphs:
         self._hidden[: key.tokens].copy_(self._decoder.hidden_states(batch, self._cache))
 
 
-def _padding(place: int) -> tuple[int, ...]:
-    return (0, 0, 0, 0, place, _PADDED_CONTEXT)
+def _padding(row: int) -> tuple[int, ...]:
+    return (0, 0, 0, 0, row, _PADDED_CONTEXT)
 
 
 def _padded_numbers(inputs: StepInputs, counts: list[int], key: Key, nobody: int) -> list[int]:
-    """Ids, positions, slots and ancestors with padding in front of each sequence's, then places and contexts."""
+    """Ids, positions, KV slots and ancestors with padding in front of each sequence's, then rows and contexts."""
     missing = key.sequences - len(counts)
     columns: list[list[int]] = []
-    for column in (inputs.ids, inputs.positions, inputs.slots):
+    for column in (inputs.ids, inputs.positions, inputs.kv_slots):
         padded = _spread(column, inputs.starts, counts, key.new)
         columns.append([*padded, *[0] * (missing * key.new)])
     columns.append([*_seen_behind_padding(inputs, counts, key.new), *[0] * (missing * key.new)] if key.tree else [])
-    columns.append([*inputs.places, *[nobody] * missing])
+    columns.append([*inputs.rows, *[nobody] * missing])
     columns.append([*inputs.contexts, *[_PADDED_CONTEXT] * missing])
     return [number for column in columns for number in (*column, *[0] * (len(column) % 2))]
 

@@ -11,62 +11,63 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.runtime.core.step_plan import FROM_PLACE, MOST_GUESSES
+from quantkit.runtime.core.pages import PADDING_PAGE
+from quantkit.runtime.core.step_plan import FROM_ROW, MOST_GUESSES
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.engine.page_pool import PADDING_PAGE
-from quantkit.runtime.model.tensor_group import Alone, Group
+from quantkit.runtime.model.tensor_group import Group, OneRank
 
 
 @dataclass(frozen=True)
 class SentInputs:
-    """`StepInputs` as int64 tensors on the device, and the place of every token."""
+    """`StepInputs` as int64 tensors on the device, and the device row of every token."""
 
     ids: Tensor
     positions: Tensor
-    slots: Tensor
-    token_places: Tensor
-    places: Tensor
+    kv_slots: Tensor
+    token_rows: Tensor
+    rows: Tensor
     contexts: Tensor
     starts: Tensor
-    rows: Tensor
-    row_places: Tensor
+    logits_rows: Tensor
+    owner_rows: Tensor
     ancestors: Tensor
 
 
-class Places:
+class DeviceRows:
     def __init__(
         self,
-        count: int,
+        num_rows: int,
         table_width: int,
         device: torch.device,
-        group: Group = Alone(),  # noqa: B008  (has no state)
+        group: Group = OneRank(),  # noqa: B008  (has no state)
     ) -> None:
-        """Of a `group` of ranks that all have such places, the first one's tokens count."""
-        self.count = count
+        """Of a `group` of ranks that all have such rows, the first one's tokens count."""
+        self.num_rows = num_rows
         self.device = device
         self._group = group
-        self.tokens = torch.zeros((count + 1, 1 + MOST_GUESSES), dtype=torch.int64, device=device)  # last one, guesses
-        self.page_table = torch.full((count + 1, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
+        shape = (num_rows + 1, 1 + MOST_GUESSES)  # the last token, guesses
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.page_table = torch.full((num_rows + 1, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
 
-    def alone(self) -> Places:
+    def alone(self) -> DeviceRows:
         """The same rows for a model that this rank runs alone, as a draft: no other rank is asked for tokens."""
-        places = copy(self)
-        places._group = Alone()
-        return places
+        rows = copy(self)
+        rows._group = OneRank()
+        return rows
 
     @property
     def padding(self) -> int:
-        return self.count
+        return self.num_rows
 
-    def resolve(self, ids: Tensor, places: Tensor) -> Tensor:
+    def resolve(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Token ids, of which negative ones say where on the device the token is (`core/step_plan.py`)."""
-        return self._group.broadcast(torch.where(ids < 0, self.tokens[places, (FROM_PLACE - ids).clamp(min=0)], ids))
+        return self._group.broadcast(torch.where(ids < 0, self.tokens[rows, (FROM_ROW - ids).clamp(min=0)], ids))
 
     def send(self, inputs: StepInputs) -> SentInputs:
         """All numbers of a step in one copy."""
-        token_places = [place for place, count in zip(inputs.places, inputs.counts, strict=True) for _ in range(count)]
-        parts = [inputs.ids, inputs.positions, inputs.slots, token_places, inputs.places, inputs.contexts,
-                 inputs.starts, inputs.rows, inputs.row_places, inputs.ancestors]  # fmt: skip
+        token_rows = [row for row, count in zip(inputs.rows, inputs.num_new, strict=True) for _ in range(count)]
+        parts = [inputs.ids, inputs.positions, inputs.kv_slots, token_rows, inputs.rows, inputs.contexts,
+                 inputs.starts, inputs.logits_rows, inputs.owner_rows, inputs.ancestors]  # fmt: skip
         # Each part begins on 16 bytes: Triton compiles a kernel again for pointers that do not.
         padded = [part + [0] * (len(part) % 2) for part in parts]
         flat = self.to_device([number for part in padded for number in part])

@@ -14,7 +14,7 @@ def keep_path(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copies keys and values of single tokens in all layers of `pages`, which it changes.
 
     pages [layers, 2, pages, kv_heads, page_size, head_dim], contiguous, any dtype. sources and targets are int64 [n] on
-    its device: slots, that is page * page_size + offset. All sources are read before the first target is written, and
+    its device: KV slots, page * page_size + offset. All sources are read before the first target is written, and
     nothing is read back to the host. A target that is named twice gets one of its sources.
     """
     layers, kinds, count, heads, page_size, head_dim = pages.shape
@@ -23,8 +23,8 @@ def keep_path(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
     layer = torch.arange(layers * kinds, device=pages.device)[:, None, None]
     head = torch.arange(heads, device=pages.device)
 
-    def places(slots: Tensor) -> Tensor:
-        page, offset = (slots // page_size)[:, None], (slots % page_size)[:, None]
+    def heads_of(kv_slots: Tensor) -> Tensor:
+        page, offset = (kv_slots // page_size)[:, None], (kv_slots % page_size)[:, None]
         return ((layer * count + page) * heads + head) * page_size + offset  # [layers * 2, n, kv_heads]
 
-    rows[places(targets)] = rows[places(sources)]
+    rows[heads_of(targets)] = rows[heads_of(sources)]

@@ -7,37 +7,24 @@ its pages and computes its part.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from quantkit.runtime.device.decode_graphs import Answered, StepGraphs
-from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.core.step_result import LogitsRows
+from quantkit.runtime.device.decode_graphs import StepGraphs
+from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
-from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
-
-
-@dataclass(frozen=True)
-class PageMoves:
-    """Pages that change hands before a step: out to the host, back from the host, copies. In this order, because a page
-    that one gives another may take. Sequences go by their ids; what was kept of the `dropped` ones is not wanted."""
-
-    dropped: list[int] = field(default_factory=list)
-    out: list[tuple[int, list[int]]] = field(default_factory=list)
-    back: list[tuple[int, list[int]]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
-
-    def __bool__(self) -> bool:
-        return bool(self.dropped or self.out or self.back or self.copies)
+from quantkit.runtime.device.step_inputs import PageMoves, StepInputs
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 
 
 class BusyClock:
     """Seconds in which this process computed. Costs nothing while it is off."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.on = False
+    def __init__(self, device: torch.device, on: bool = False) -> None:
+        self.on = on
         self._cuda = device.type == "cuda"
         self._seconds = 0.0
         self._begin = 0.0
@@ -71,16 +58,18 @@ class ModelPart:
         self,
         decoder: Decoder,
         cache: KvCache,
-        places: Places,
+        device_rows: DeviceRows,
         graphs: StepGraphs | None = None,
         prompt_graphs: PromptGraphs | None = None,
+        timed: bool = False,
     ) -> None:
+        """`timed`: its clock counts, as one of several stages."""
         self.decoder = decoder
         self.cache = cache
-        self.places = places
+        self.device_rows = device_rows
         self.graphs = graphs
         self.prompt_graphs = prompt_graphs
-        self.clock = BusyClock(cache.pages.device)
+        self.clock = BusyClock(cache.pages.device, timed)
         self._on_host: dict[int, Tensor] = {}  # sequence -> its pages
 
     @property
@@ -101,37 +90,37 @@ class ModelPart:
             source, target = (torch.tensor(side, device=self.device) for side in zip(*moves.copies, strict=True))
             pages[:, :, target] = pages[:, :, source]
 
-    def run(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor | None, Answered]:
+    def run(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor | None, LogitsRows]:
         """What comes behind this part's blocks: of all tokens (None where all are answers), and of the rows behind
         which a token is sampled. `received` comes from the blocks before, where these are another's."""
         if self.graphs is not None and self._has_graph(self.graphs, inputs):
             return None, self.graphs.run(inputs)
         if self.prompt_graphs is not None and self.prompt_graphs.takes(inputs):
             return self.prompt_graphs.run(inputs)
-        batch, at, places = self._batch(inputs)
+        batch, at, owner_rows = self._batch(inputs)
         every = self.decoder.hidden_states(batch, self.cache, received)
-        return every, Answered(every[at], batch.ids[at], places, batch.positions[at])
+        return every, LogitsRows(every[at], batch.ids[at], owner_rows, batch.positions[at])
 
     def _has_graph(self, graphs: StepGraphs, inputs: StepInputs) -> bool:
-        answers_only = len(inputs.rows) == len(inputs.ids)
-        return answers_only and graphs.takes(len(inputs.places), inputs.max_queries, bool(inputs.ancestors))
+        answers_only = len(inputs.logits_rows) == len(inputs.ids)
+        return answers_only and graphs.takes(len(inputs.rows), inputs.max_queries, bool(inputs.ancestors))
 
     def _batch(self, inputs: StepInputs) -> tuple[Batch, Tensor, Tensor]:
         """One copy to the device, then views of it."""
-        tensors = self.places.send(inputs)
+        tensors = self.device_rows.send(inputs)
         known = min(inputs.ids) >= 0
         width = max(-(-max(inputs.contexts) // self.cache.page_size), 1)
         batch = Batch(
-            ids=tensors.ids if known else self.places.resolve(tensors.ids, tensors.token_places),
+            ids=tensors.ids if known else self.device_rows.resolve(tensors.ids, tensors.token_rows),
             positions=tensors.positions,
-            slots=tensors.slots,
-            page_table=self.places.page_table[tensors.places, :width],
+            kv_slots=tensors.kv_slots,
+            page_table=self.device_rows.page_table[tensors.rows, :width],
             context_lengths=tensors.contexts.int(),
             query_starts=tensors.starts.int(),
             max_queries=inputs.max_queries,
             ancestors=tensors.ancestors if inputs.ancestors else None,
         )
-        return batch, tensors.rows, tensors.row_places
+        return batch, tensors.logits_rows, tensors.owner_rows
 
 
 def to_host(tensor: Tensor) -> Tensor:

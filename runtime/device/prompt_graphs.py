@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.runtime.device.decode_graphs import Answered, capture_graph
-from quantkit.runtime.device.device_rows import Places
+from quantkit.runtime.core.step_result import LogitsRows
+from quantkit.runtime.device.decode_graphs import capture_graph
+from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 
 TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 MOST_TOKENS = TOKENS[-1]
@@ -34,15 +36,15 @@ class PromptKey:
 
 
 class PromptGraphs:
-    def __init__(self, decoder: Decoder, cache: KvCache, places: Places, pool: Any) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, device_rows: DeviceRows, pool: Any) -> None:
         """`pool` is the memory that all graphs share."""
         self._decoder = decoder
         self._cache = cache
-        self._places = places
+        self._device_rows = device_rows
         self._pool = pool
-        self._sequences = sorted({1 + min(_FEW, places.count), 1 + places.count})
-        device, config = places.device, decoder.config
-        self._numbers = torch.zeros(4 * MOST_TOKENS + 3 * places.count + 8, dtype=torch.int64, device=device)
+        self._sequences = sorted({1 + min(_FEW, device_rows.num_rows), 1 + device_rows.num_rows})
+        device, config = device_rows.device, decoder.config
+        self._numbers = torch.zeros(4 * MOST_TOKENS + 3 * device_rows.num_rows + 8, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(MOST_TOKENS, config.hidden, dtype=decoder.weights.embedding.dtype, device=device)
         self._ids = torch.zeros(MOST_TOKENS, dtype=torch.int64, device=device)
         self._graphs: dict[PromptKey, torch.cuda.CUDAGraph] = {}
@@ -55,44 +57,44 @@ class PromptGraphs:
     def takes(self, inputs: StepInputs) -> bool:
         return not inputs.ancestors and 0 < len(inputs.ids) <= MOST_TOKENS
 
-    def run(self, inputs: StepInputs) -> tuple[Tensor, Answered]:
+    def run(self, inputs: StepInputs) -> tuple[Tensor, LogitsRows]:
         """What comes behind all tokens, valid until the next step, and of the rows behind which a token is sampled."""
         key = self._padded(inputs)
         self.capture(key)
-        numbers = _padded_numbers(inputs, key, self._places.padding, self._cache.page_size)
+        numbers = _padded_numbers(inputs, key, self._device_rows.padding, self._cache.page_size)
         fixed = len(numbers)
-        sent = self._places.to_device(numbers + inputs.rows + inputs.row_places)
+        sent = self._device_rows.to_device(numbers + inputs.logits_rows + inputs.owner_rows)
         self._numbers[:fixed].copy_(sent[:fixed])
         self._graphs[key].replay()
         every, positions = self._hidden[: len(inputs.ids)], self._columns(key)[1]
-        at, places = sent[fixed:].split([len(inputs.rows), len(inputs.row_places)])
-        return every, Answered(every[at], self._ids[at], places, positions[at])
+        at, owner_rows = sent[fixed:].split([len(inputs.logits_rows), len(inputs.owner_rows)])
+        return every, LogitsRows(every[at], self._ids[at], owner_rows, positions[at])
 
     def capture(self, key: PromptKey) -> None:
         """Makes the graph of a size, unless it is there."""
         if key not in self._graphs:
-            nothing = _padded_numbers(StepInputs(), key, self._places.padding, self._cache.page_size)
-            self._numbers[: len(nothing)].copy_(self._places.to_device(nothing))
+            nothing = _padded_numbers(StepInputs(), key, self._device_rows.padding, self._cache.page_size)
+            self._numbers[: len(nothing)].copy_(self._device_rows.to_device(nothing))
             self._graphs[key] = capture_graph(lambda: self._step(key), self._pool)
 
     def _padded(self, inputs: StepInputs) -> PromptKey:
         tokens = TOKENS[bisect_left(TOKENS, len(inputs.ids))]
-        return PromptKey(tokens, self._sequences[bisect_left(self._sequences, len(inputs.places) + 1)])
+        return PromptKey(tokens, self._sequences[bisect_left(self._sequences, len(inputs.rows) + 1)])
 
     def _columns(self, key: PromptKey) -> tuple[Tensor, ...]:
-        """Ids, positions, slots and places of tokens; places, contexts and starts of sequences."""
+        """Ids, positions, KV slots and rows of tokens; rows, contexts and starts of sequences."""
         lengths = [key.tokens] * 4 + [_even(key.sequences)] * 2 + [_even(key.sequences + 1)]
         views = self._numbers[: sum(lengths)].split(lengths)
         return (*views[:4], views[4][: key.sequences], views[5][: key.sequences], views[6][: key.sequences + 1])
 
     def _step(self, key: PromptKey) -> None:
-        ids, positions, slots, owners, places, contexts, starts = self._columns(key)
-        self._ids[: key.tokens].copy_(self._places.resolve(ids, owners))
+        ids, positions, kv_slots, token_rows, rows, contexts, starts = self._columns(key)
+        self._ids[: key.tokens].copy_(self._device_rows.resolve(ids, token_rows))
         batch = Batch(
             ids=self._ids[: key.tokens],
             positions=positions,
-            slots=slots,
-            page_table=self._places.page_table[places],
+            kv_slots=kv_slots,
+            page_table=self._device_rows.page_table[rows],
             context_lengths=contexts.int(),
             query_starts=starts.int(),
             max_queries=key.tokens,
@@ -102,16 +104,16 @@ class PromptGraphs:
 
 def _padded_numbers(inputs: StepInputs, key: PromptKey, nobody: int, page_size: int) -> list[int]:
     """The columns of a step, each of an even length, so that it begins on 16 bytes."""
-    tokens, sequences = len(inputs.ids), len(inputs.places)
+    tokens, sequences = len(inputs.ids), len(inputs.rows)
     padding, unused = key.tokens - tokens, key.sequences - sequences - 1
-    places_in_page = [at % page_size for at in range(padding)]  # all of the padding page, so that it holds numbers
-    owners = [place for place, count in zip(inputs.places, inputs.counts, strict=True) for _ in range(count)]
+    slots_in_page = [at % page_size for at in range(padding)]  # all of the padding page, so that it holds numbers
+    token_rows = [row for row, count in zip(inputs.rows, inputs.num_new, strict=True) for _ in range(count)]
     columns = (
         [*inputs.ids, *[0] * padding],
-        [*inputs.positions, *places_in_page],
-        [*inputs.slots, *places_in_page],
-        [*owners, *[nobody] * padding],
-        [*inputs.places, *[nobody] * (unused + 1)],
+        [*inputs.positions, *slots_in_page],
+        [*inputs.kv_slots, *slots_in_page],
+        [*token_rows, *[nobody] * padding],
+        [*inputs.rows, *[nobody] * (unused + 1)],
         [*inputs.contexts, *[1] * unused, max(padding, 1)],
         [*inputs.starts, *[tokens] * unused, key.tokens],
     )

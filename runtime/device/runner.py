@@ -1,7 +1,7 @@
 """Runs steps on the device. Nothing here waits for the device but `collect`.
 
-A sequence has a place on the device while it runs: a row of the page table and the last token sampled for it. The next
-step reads that token there, so it can be launched before the host has seen it.
+A sequence has a row of the device's state while it runs: its pages and the last token sampled for it. The next step
+reads that token there, so it can be launched before the host has seen it.
 
 With several ranks this is rank 0: it tells the others each step, computes its own part, and samples. Where steps go
 through several stages, a launched step is on its way until its rows come back.
@@ -9,104 +9,62 @@ through several stages, a launched step is on its way until its rows come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import Share, StepPlan
-from quantkit.runtime.device.decode_graphs import Answered, Key
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan
+from quantkit.runtime.core.step_result import Launched, LogitsRows, Outcome, PromptLogprobs, Sampled, Samples, StepRows
+from quantkit.runtime.device.decode_graphs import Key
 from quantkit.runtime.device.keep_path import keep_path
-from quantkit.runtime.device.model_part import ModelPart, PageMoves, to_host
-from quantkit.runtime.device.step_inputs import InputMaker, TableChanges
-from quantkit.runtime.parallel.channel import Kind, Lists
-from quantkit.runtime.parallel.coordinated import LeadDecoder
-from quantkit.runtime.parallel.coordinator import Lead
-from quantkit.runtime.parallel.pipeline import Links, Rows
-from quantkit.runtime.parallel.step_message import Step, moves_to_lists
+from quantkit.runtime.device.model_part import ModelPart, to_host
+from quantkit.runtime.device.peers import Alone, Peers, ReturningRows
+from quantkit.runtime.device.step_inputs import InputMaker, PageMoves, Step, TableChanges
 from quantkit.runtime.sampling.acceptance import accepted_path, describer, proposed_guesses
-from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs, wants_prompt_logprobs
-from quantkit.runtime.sampling.sampler import Sampler, Samples
+from quantkit.runtime.sampling.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
+from quantkit.runtime.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class StepRows:
-    """Of the rows behind which a token was sampled, on the device and valid until the next step is launched: the token
-    there, its position, and the one that was sampled."""
-
-    ids: Tensor
-    positions: Tensor
-    sampled: Tensor
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A step on its way. Tensors are on the host and filled when `done` has happened."""
-
-    plan: StepPlan
-    sampling: list[Share]
-    samples: Samples
-    verified: Tensor | None  # the tokens of the rows behind which a token was sampled, where guesses are among them
-    prompts: dict[int, PromptLogprobs]  # sequence id -> log-probabilities of the prompt tokens in this step
-    done: torch.cuda.Event | None
-    hidden: Tensor | None = None  # of the rows behind which a token was sampled, on the device, where kept
-    rows: StepRows | None = None  # what the device knows before the host does
-
-
-@dataclass(frozen=True)
-class Travelling:
-    """A step on its way through the stages."""
+class _Travelling:
+    """A step on its way through the other stages."""
 
     plan: StepPlan
     step: Step
-    rows: Answered  # but for their hidden states
-    back: Rows | None  # None: none of its rows is wanted
+    rows: LogitsRows  # but for their hidden states
+    returning: ReturningRows
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """A token that came back."""
+class InFlight:
+    """A step that was launched. Its tokens are sampled at once where this process has the last blocks, else when its
+    rows are back from the other stages: `Runner.arrived`."""
 
-    token: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came back for one sequence: the tokens of its draft that were right, and the one that follows. `path` has
-    the numbers of these guesses."""
-
-    share: Share
-    tokens: list[Sampled]
-    path: tuple[int, ...] = ()
-
-    @property
-    def accepted(self) -> int:
-        return len(self.tokens) - 1
+    launched: Launched | None
+    travelling: _Travelling | None = None
 
 
 class Runner:
-    """Owns what this process has of the model, and with it the places on the device."""
+    """Owns what this process has of the model, and with it the rows of the device's state."""
 
-    def __init__(self, part: ModelPart, sampler: Sampler, lead: Lead | None = None, links: Links | None = None) -> None:
-        """`lead` and `links` reach the other ranks, where there are any."""
+    def __init__(
+        self,
+        part: ModelPart,
+        sampler: Sampler,
+        peers: Peers = Alone(),  # noqa: B008  (has no state)
+    ) -> None:
         self.part = part
         self.cache = part.cache
-        self.places = part.places
+        self.device_rows = part.device_rows
         self.graphs = part.graphs
-        self.decoder = part.decoder  # for others: all ranks take part in what it computes
+        self.decoder = peers.coordinated(part.decoder)  # for others: all ranks take part in what it computes
         self.keeps_hidden = False
         self._sampler = sampler
-        self._lead = lead
-        self._links = links
-        if lead is not None and links is not None:
-            self.decoder = LeadDecoder(part.decoder, lead, links)
-            part.clock.on = links.ranks.pipeline > 1
-        self._changes = TableChanges(part.places.count, part.places.page_table.shape[1])
+        self._peers = peers
+        self._changes = TableChanges(part.device_rows.num_rows, part.device_rows.page_table.shape[1])
         self._table: tuple[list[int], list[int]] = [], []  # its changes for the step that is prepared
         self._maker = InputMaker(part.cache.page_size)
         self._swapped: dict[int, Sequence] = {}  # those with pages in host memory
@@ -130,67 +88,63 @@ class Runner:
 
     def prepare(self, plan: StepPlan) -> None:
         """Pages are moved, and the device knows who has which; then whoever guesses may do so."""
-        if not plan.answers_only:
-            plan.straighten()
         moves = self._moves(plan)
         if moves:
-            self._tell(Kind.MOVES, lambda: moves_to_lists(moves))
+            self._peers.tell_moves(moves)
             self.part.move(moves)
         self._table = self._changes.of(plan)
-        self.places.update_table(*self._table)
+        self.device_rows.update_table(*self._table)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched | Travelling:
+    def launch(self, plan: StepPlan) -> InFlight:
         """Queues one step that was prepared."""
         inputs = self._maker.make(plan)
-        step = Step(inputs, *self._table, every=wants_prompt_logprobs(plan))
-        with self._together():
-            self._tell(Kind.STEP, step.to_lists)
-            if self._links is None or self._links.ranks.pipeline == 1:
-                every, rows = self.part.run(inputs)
-                return self._sample(plan, step, rows, every)
+        step = Step(inputs, *self._table, all_tokens=wants_prompt_logprobs(plan))
+        with self._peers.guarded():
+            self._peers.tell_step(step)
             with self.part.clock:
                 every, rows = self.part.run(inputs)
-            assert every is not None
-            back = self._links.expect(len(step.rows)) if step.rows else None
-            self._links.send_on(every)
-            return Travelling(plan, step, rows, back)
+            returning = self._peers.send_on(every, len(step.wanted))
+            if returning is None:
+                return InFlight(self._sample(plan, step, rows, every))
+            return InFlight(None, _Travelling(plan, step, rows, returning))
 
     @torch.inference_mode()
-    def arrived(self, travelling: Travelling) -> Launched:
+    def arrived(self, flight: InFlight) -> Launched:
         """Waits until a step has gone through all stages, and samples its tokens."""
-        plan, step, rows = travelling.plan, travelling.step, travelling.rows
-        if travelling.back is None:
-            return self._bring_back(plan, [], Samples(rows.places), None, {}, rows.hidden)
-        with self._together():
-            self._tell(Kind.ROWS, list, first_stage=True)
-            hidden = travelling.back.wait()
+        if flight.launched is not None:
+            return flight.launched
+        assert flight.travelling is not None
+        plan, step = flight.travelling.plan, flight.travelling.step
+        with self._peers.guarded():
+            hidden = flight.travelling.returning.wait()
             with self.part.clock:
-                rows = replace(rows, hidden=hidden[step.inputs.rows] if step.every else hidden)
-                return self._sample(plan, step, rows, hidden if step.every else None)
+                wanted = hidden[step.inputs.logits_rows] if step.all_tokens else hidden
+                rows = replace(flight.travelling.rows, hidden=wanted)
+                return self._sample(plan, step, rows, hidden if step.all_tokens else None)
 
-    def _sample(self, plan: StepPlan, step: Step, rows: Answered, every: Tensor | None) -> Launched:
+    def _sample(self, plan: StepPlan, step: Step, rows: LogitsRows, every: Tensor | None) -> Launched:
         """The tokens behind the rows of a step. Where it also asks for prompts, ranks are told of each logits."""
         prompts: dict[int, PromptLogprobs] = {}
-        if step.every and every is not None:
+        if step.all_tokens and every is not None:
             prompts = prompt_logprobs(self.decoder, every, plan, step.inputs.starts)
-        sampling = [share for share in plan.shares if share.samples]
+        sampling = [work for work in plan.scheduled if work.samples]
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
-        logits = (self.decoder if step.every else self.part.decoder).logits(rows.hidden)
-        if any(share.sequence.finished for share in sampling):  # while the step was on its way: its place is another's
-            alive = [row for row, owner in enumerate(_owners(sampling)) if owner.finished is None]
-            sampling = [share for share in sampling if share.sequence.finished is None]
+            return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
+        logits = (self.decoder if step.all_tokens else self.part.decoder).logits(rows.hidden)
+        if any(work.sequence.finished for work in sampling):  # while the step was on its way: its row is another's
+            alive = [row for row, owner in enumerate(_owners(sampling)) if not owner.finished]
+            sampling = [work for work in sampling if not work.sequence.finished]
             logits, rows = logits[alive], _some_rows(rows, alive)
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(rows.places), None, prompts, rows.hidden)
+            return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
         owners = _owners(sampling)
         shaped = any(one.guide is not None or one.params.shapes_logits for one in owners)
-        guesses = [before for share in sampling for before in share.guesses_before_rows()] if shaped else None
+        guesses = [before for work in sampling for before in work.guesses_before_rows()] if shaped else None
         proposed = proposed_guesses(plan, sampling, rows.ids) if plan.proposals else None
-        samples = self._sampler(logits, owners, rows.places, rows.positions, guesses, proposed)
-        self.places.tokens[rows.places, 0] = samples.tokens
-        verified = rows.ids if any(share.draft for share in sampling) else None
+        samples = self._sampler(logits, owners, rows.owner_rows, rows.positions, guesses, proposed)
+        self.device_rows.tokens[rows.owner_rows, 0] = samples.tokens
+        verified = rows.ids if any(work.draft for work in sampling) else None
         launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)
         return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens))
 
@@ -202,13 +156,13 @@ class Runner:
         verified = [] if launched.verified is None else launched.verified.tolist()
         describe = describer(launched.samples)
         found, row = [], 0
-        for share in launched.sampling:
-            path = accepted_path(share, row, tokens, verified, launched.plan.coins)
+        for work in launched.sampling:
+            path = accepted_path(work, row, tokens, verified, launched.plan.coins)
             rows = [row, *(row + 1 + node for node in path)]
-            wanted = share.sequence.params.logprobs
+            wanted = work.sequence.params.logprobs
             sampled = [Sampled(tokens[at], *describe(at, wanted)) for at in rows]
-            found.append(Outcome(share, sampled, tuple(path)))
-            row += len(share.draft) + 1
+            found.append(Outcome(work, sampled, tuple(path), row))
+            row += len(work.draft) + 1
         return found
 
     def keep_paths(self, outcomes: list[Outcome]) -> None:
@@ -217,20 +171,19 @@ class Runner:
         targets: list[int] = []
         size = self.cache.page_size
         for outcome in outcomes:
-            share, pages = outcome.share, outcome.share.sequence.pages
-            first = share.start + share.count - len(share.draft)
+            work, pages = outcome.scheduled, outcome.scheduled.sequence.pages
+            first = work.start + work.num_tokens - len(work.draft)
             for ahead, node in enumerate(outcome.path):
                 if node != ahead and pages:
                     sources.append(pages[(first + node) // size] * size + (first + node) % size)
                     targets.append(pages[(first + ahead) // size] * size + (first + ahead) % size)
         if sources:
-            self._tell(Kind.KEEP, lambda: [sources, targets])
-            both = self.places.to_device(sources + targets)
+            self._peers.tell_kept(sources, targets)
+            both = self.device_rows.to_device(sources + targets)
             keep_path(self.cache.pages, *both.chunk(2))
 
     def _moves(self, plan: StepPlan) -> PageMoves:
         for sequence, _ in plan.swap_in:
-            sequence.swapped = None
             del self._swapped[sequence.id]
         dropped = [number for number, sequence in self._swapped.items() if sequence.swapped is None]
         for number in dropped:
@@ -239,17 +192,10 @@ class Runner:
         out, back = ([(one.id, pages) for one, pages in moved] for moved in (plan.swap_out, plan.swap_in))
         return PageMoves(dropped, out, back, plan.copies)
 
-    def _tell(self, kind: Kind, lists: Callable[[], Lists], *, first_stage: bool = False) -> None:
-        if self._lead is not None:
-            self._lead.send(kind, lists(), first_stage=first_stage)
-
-    def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._lead is None else self._lead.guarded()
-
     def _bring_back(
         self,
         plan: StepPlan,
-        sampling: list[Share],
+        sampling: list[Scheduled],
         samples: Samples,
         verified: Tensor | None,
         prompts: dict[int, PromptLogprobs],
@@ -265,10 +211,10 @@ class Runner:
         return Launched(plan, sampling, Samples(*host), ids, prompts, done, kept)  # type: ignore[arg-type]
 
 
-def _owners(sampling: list[Share]) -> list[Sequence]:
+def _owners(sampling: list[Scheduled]) -> list[Sequence]:
     """Of every row behind which a token is sampled."""
-    return [share.sequence for share in sampling for _ in range(len(share.draft) + 1)]
+    return [work.sequence for work in sampling for _ in range(len(work.draft) + 1)]
 
 
-def _some_rows(rows: Answered, at: list[int]) -> Answered:
-    return Answered(rows.hidden[at], rows.ids[at], rows.places[at], rows.positions[at])
+def _some_rows(rows: LogitsRows, at: list[int]) -> LogitsRows:
+    return LogitsRows(rows.hidden[at], rows.ids[at], rows.owner_rows[at], rows.positions[at])

@@ -17,25 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.runtime.core.step_result import StepRows
 from quantkit.runtime.device.decode_graphs import DRAFT_LENGTHS, graph_sizes, timed_capture
-from quantkit.runtime.device.device_rows import Places
-from quantkit.runtime.device.runner import StepRows
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.device.device_rows import DeviceRows
+from quantkit.runtime.model.batch import Batch, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.sampling.sampler import Settings
 
-MOST_ROWS = 128  # sequences; with more, guessing does not pay
-_NUMBERS = 6  # of every sequence: two ids, position, place, length, room
+MOST_SEQUENCES = 128  # with more, guessing does not pay
+_NUMBERS = 6  # of every sequence: two ids, position, device row, length, room
 
 
 @dataclass(frozen=True)
 class LoopInputs:
-    """Of every sequence: its last two tokens, the position of the last, its place, how many guesses it wants, and how
-    many tokens its pages hold."""
+    """Of every sequence: its last two tokens, the position of the last, its device row, how many guesses it wants, and
+    how many tokens its pages hold."""
 
     ids: list[tuple[int, ...]]
     positions: list[int]
-    places: list[int]
+    rows: list[int]
     lengths: list[int]
     rooms: list[int]
     settings: Settings | None = None  # None: all are greedy
@@ -43,15 +44,15 @@ class LoopInputs:
 
 @dataclass(frozen=True)
 class Behind:
-    """Of every sequence of a loop behind a step: its first row there, and how many guesses were verified."""
+    """Of every sequence of a loop behind a step: its first logits row there, and how many guesses were verified."""
 
-    rows: list[int]
+    logits_rows: list[int]
     guesses: list[int]
 
 
 @dataclass(frozen=True)
 class _Key:
-    rows: int
+    sequences: int
     guesses: int
     drawn: bool  # else greedy
 
@@ -63,64 +64,65 @@ class _Captured:
 
 
 class DraftLoop:
-    def __init__(self, decoder: Decoder, cache: KvCache, ops: Ops, places: Places, graphs: bool) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, ops: Ops, device_rows: DeviceRows, graphs: bool) -> None:
         self._decoder = decoder
         self._cache = cache
         self._ops = ops
-        self._places = places
-        self.sizes = graph_sizes(min(places.count, MOST_ROWS)) if graphs else []
+        self._device_rows = device_rows
+        self.sizes = graph_sizes(min(device_rows.num_rows, MOST_SEQUENCES)) if graphs else []
         most = self.sizes[-1] if graphs else 0
-        self._numbers = torch.zeros(_NUMBERS * (most + 1), dtype=torch.int64, device=places.device)
-        self._settings = _neutral(most, places.device)
+        self._numbers = torch.zeros(_NUMBERS * (most + 1), dtype=torch.int64, device=device_rows.device)
+        self._settings = _neutral(most, device_rows.device)
         self._graphs: dict[_Key, _Captured] = {}
         self._pool: Any = None
         self.seconds: dict[tuple[int, int], float] = {}  # sequences, guesses
 
     def run(self, inputs: LoopInputs) -> tuple[Tensor, Tensor | None]:
-        """Guesses [sequences, most], which are in the sequences' places too; and the logits [most, sequences, vocab]
-        that they were drawn from, unless all are greedy. Valid until the next call."""
+        """Guesses [sequences, most], which are in the device rows of the sequences too; and the logits
+        [most, sequences, vocab] that they were drawn from, unless all are greedy. Valid until the next call."""
         logits = self._run(inputs, None)
-        return self._guesses(inputs.places, max(inputs.lengths)), logits
+        return self._guesses(inputs.rows, max(inputs.lengths)), logits
 
     def run_behind(self, step: StepRows, behind: Behind, coins: list[bool], inputs: LoopInputs) -> Tensor | None:
         """The same behind a step that was launched; ids and positions of the inputs are found there. The logits."""
         count = max(behind.guesses)
-        numbers = self._places.to_device([*behind.rows, *behind.guesses, *coins])
-        rows, guesses, tossed = numbers.split([len(behind.rows), len(behind.rows), len(coins)])
-        ahead = torch.arange(count + 1, device=rows.device)
-        at = rows[:, None] + torch.minimum(ahead, guesses[:, None])
+        numbers = self._device_rows.to_device([*behind.logits_rows, *behind.guesses, *coins])
+        first, guesses, tossed = numbers.split([len(behind.logits_rows), len(behind.guesses), len(coins)])
+        ahead = torch.arange(count + 1, device=first.device)
+        at = first[:, None] + torch.minimum(ahead, guesses[:, None])
         given, sampled = step.ids[at], step.sampled[at]
         right = tossed[at[:, 1:]].bool() if coins else sampled[:, :-1] == given[:, 1:]
         accepted = (right & (ahead[:-1] < guesses[:, None])).int().cumprod(1).sum(1)
         last = torch.stack([given, sampled]).gather(2, accepted.expand(2, -1)[:, :, None])[:, :, 0]
-        reach = self._places.page_table.shape[1] * self._cache.page_size
-        position = (step.positions[rows] + accepted + 1).clamp(max=reach - 1)
+        reach = self._device_rows.page_table.shape[1] * self._cache.page_size
+        position = (step.positions[first] + accepted + 1).clamp(max=reach - 1)
         return self._run(inputs, torch.cat([last, position[None]]))
 
     def _run(self, inputs: LoopInputs, found: Tensor | None) -> Tensor | None:
         """Numbers that only the device knows, `found`, take the place of the first ones."""
-        rows, guesses = len(inputs.places), max(inputs.lengths)
-        if not self.sizes or rows > self.sizes[-1]:
-            columns = self._places.to_device(_numbers(inputs, rows, self._places.padding)).view(_NUMBERS, -1)[:, :rows]
+        count, guesses = len(inputs.rows), max(inputs.lengths)
+        if not self.sizes or count > self.sizes[-1]:
+            numbers = self._device_rows.to_device(_numbers(inputs, count, self._device_rows.padding))
+            columns = numbers.view(_NUMBERS, -1)[:, :count]
             if found is not None:
                 columns[: len(found)] = found
             return self._guess(columns, guesses, inputs.settings)
-        key = self.prepare(rows, guesses, inputs.settings is not None)
-        host = torch.tensor(_numbers(inputs, key.rows, self._places.padding), dtype=torch.int64).pin_memory()
+        key = self.prepare(count, guesses, inputs.settings is not None)
+        host = torch.tensor(_numbers(inputs, key.sequences, self._device_rows.padding), dtype=torch.int64).pin_memory()
         self._numbers[: len(host)].copy_(host, non_blocking=True)
         if found is not None:
-            self._numbers[: len(host)].view(_NUMBERS, -1)[: len(found), :rows] = found
+            self._numbers[: len(host)].view(_NUMBERS, -1)[: len(found), :count] = found
         if inputs.settings is not None:
             for field in fields(Settings):
-                getattr(self._settings, field.name)[:rows].copy_(getattr(inputs.settings, field.name))
+                getattr(self._settings, field.name)[:count].copy_(getattr(inputs.settings, field.name))
         captured = self._graphs[key]
         captured.graph.replay()
-        return None if captured.logits is None else captured.logits[:, :rows]
+        return None if captured.logits is None else captured.logits[:, :count]
 
-    def prepare(self, rows: int, guesses: int, drawn: bool) -> _Key:
+    def prepare(self, sequences: int, guesses: int, drawn: bool) -> _Key:
         """The padded sizes, whose graph is there afterwards."""
         padded = DRAFT_LENGTHS[bisect_left(DRAFT_LENGTHS, guesses)]
-        key = _Key(self.sizes[bisect_left(self.sizes, rows)], padded, drawn)
+        key = _Key(self.sizes[bisect_left(self.sizes, sequences)], padded, drawn)
         if key not in self._graphs:
             self._capture(key)
         return key
@@ -128,43 +130,43 @@ class DraftLoop:
     @torch.inference_mode()
     def _capture(self, key: _Key) -> None:
         padding = LoopInputs([], [], [], [], [])
-        self._numbers[: _NUMBERS * (key.rows + key.rows % 2)].copy_(
-            self._places.to_device(_numbers(padding, key.rows, self._places.padding))
+        self._numbers[: _NUMBERS * (key.sequences + key.sequences % 2)].copy_(
+            self._device_rows.to_device(_numbers(padding, key.sequences, self._device_rows.padding))
         )
         logits: list[Tensor | None] = []
 
         def step() -> None:
-            stride = key.rows + key.rows % 2
-            columns = self._numbers[: _NUMBERS * stride].view(_NUMBERS, stride)[:, : key.rows]
-            settings = _first_rows(self._settings, key.rows) if key.drawn else None
+            stride = key.sequences + key.sequences % 2
+            columns = self._numbers[: _NUMBERS * stride].view(_NUMBERS, stride)[:, : key.sequences]
+            settings = _first(self._settings, key.sequences) if key.drawn else None
             logits.append(self._guess(columns, key.guesses, settings))
 
         graph, seconds = timed_capture(step, self._pool)
         self._pool = self._pool or graph.pool()
         self._graphs[key] = _Captured(graph, logits[-1])
-        if not key.drawn or (key.rows, key.guesses) not in self.seconds:
-            self.seconds[key.rows, key.guesses] = seconds
+        if not key.drawn or (key.sequences, key.guesses) not in self.seconds:
+            self.seconds[key.sequences, key.guesses] = seconds
 
-    def _guesses(self, places: list[int], count: int) -> Tensor:
-        return self._places.tokens[self._places.to_device(places), 1 : 1 + count]
+    def _guesses(self, rows: list[int], count: int) -> Tensor:
+        return self._device_rows.tokens[self._device_rows.to_device(rows), 1 : 1 + count]
 
     def _guess(self, columns: Tensor, guesses: int, settings: Settings | None) -> Tensor | None:
         """The loop, on the device alone."""
-        *ids, positions, places, lengths, rooms = columns.unbind()
+        *ids, positions, rows, lengths, rooms = columns.unbind()
         lengths = torch.minimum(lengths, (rooms - positions).clamp(min=0))
-        table = self._places.page_table[places]
-        steps = torch.arange(len(places) + 1, dtype=torch.int32, device=places.device)
+        table = self._device_rows.page_table[rows]
+        steps = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         both = torch.stack([positions - 1, positions], 1)
-        slots = torch.where(both < rooms[:, None], self._slots(table, both), 0)
-        first = self._batch(torch.stack(ids, 1), both, table, slots, 2 * steps, 2)
+        kv_slots = torch.where(both < rooms[:, None], self._kv_slots(table, both), 0)
+        first = self._batch(torch.stack(ids, 1), both, table, kv_slots, 2 * steps, 2)
         hidden = self._decoder.hidden_states(first, self._cache)[1::2]
         tokens, kept = positions, []
         for ahead in range(guesses):
             if ahead:
                 at = (positions + (lengths.clamp(max=ahead + 1) - 1).clamp(min=0))[:, None]
-                slots = torch.where((lengths > ahead)[:, None], self._slots(table, at), 0)
+                kv_slots = torch.where((lengths > ahead)[:, None], self._kv_slots(table, at), 0)
                 hidden = self._decoder.hidden_states(
-                    self._batch(tokens[:, None], at, table, slots, steps, 1), self._cache
+                    self._batch(tokens[:, None], at, table, kv_slots, steps, 1), self._cache
                 )
             logits = self._decoder.logits(hidden)
             if settings is None:
@@ -175,10 +177,10 @@ class DraftLoop:
                     logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions + ahead
                 )
                 kept.append(logits)
-            self._places.tokens[places, 1 + ahead] = tokens
+            self._device_rows.tokens[rows, 1 + ahead] = tokens
         return torch.stack(kept) if kept else None
 
-    def _slots(self, table: Tensor, positions: Tensor) -> Tensor:
+    def _kv_slots(self, table: Tensor, positions: Tensor) -> Tensor:
         size = self._cache.page_size
         return table.gather(1, positions // size).long() * size + positions % size
 
@@ -186,7 +188,7 @@ class DraftLoop:
         return Batch(
             ids=ids.flatten(),
             positions=positions.flatten(),
-            slots=slots.flatten(),
+            kv_slots=slots.flatten(),
             page_table=table,
             context_lengths=(positions[:, -1] + 1).int(),
             query_starts=starts,
@@ -194,26 +196,26 @@ class DraftLoop:
         )
 
 
-def _numbers(inputs: LoopInputs, rows: int, nobody: int) -> list[int]:
-    """Columns for so many rows, each of even length. Padding has its two tokens in the padding page."""
-    missing = rows - len(inputs.places)
+def _numbers(inputs: LoopInputs, sequences: int, nobody: int) -> list[int]:
+    """Columns for so many sequences, each of even length. Padding has its two tokens in the padding page."""
+    missing = sequences - len(inputs.rows)
     firsts, lasts = ([ids[number] for ids in inputs.ids] + [0] * missing for number in (0, 1))
-    columns = [firsts, lasts, inputs.positions + [1] * missing, inputs.places + [nobody] * missing,
+    columns = [firsts, lasts, inputs.positions + [1] * missing, inputs.rows + [nobody] * missing,
                inputs.lengths + [0] * missing, inputs.rooms + [0] * missing]  # fmt: skip
-    return [number for column in columns for number in (*column, *[0] * (rows % 2))]
+    return [number for column in columns for number in (*column, *[0] * (sequences % 2))]
 
 
-def _neutral(rows: int, device: torch.device) -> Settings:
+def _neutral(count: int, device: torch.device) -> Settings:
     """Parameters that sample from everything."""
-    ones = torch.ones(rows, device=device)
+    ones = torch.ones(count, device=device)
     return Settings(
         temperature=ones.clone(),
-        top_k=torch.zeros(rows, dtype=torch.int32, device=device),
+        top_k=torch.zeros(count, dtype=torch.int32, device=device),
         top_p=ones.clone(),
-        min_p=torch.zeros(rows, device=device),
-        seed=torch.zeros(rows, dtype=torch.int64, device=device),
+        min_p=torch.zeros(count, device=device),
+        seed=torch.zeros(count, dtype=torch.int64, device=device),
     )
 
 
-def _first_rows(settings: Settings, rows: int) -> Settings:
-    return Settings(*(getattr(settings, field.name)[:rows] for field in fields(Settings)))
+def _first(settings: Settings, count: int) -> Settings:
+    return Settings(*(getattr(settings, field.name)[:count] for field in fields(Settings)))

@@ -16,7 +16,7 @@ numbers of their own, and guesses are accepted by what they are worth in both di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from quantkit.arch import Config
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import Share, StepPlan, guess_in_place
-from quantkit.runtime.device.model_part import ModelPart, PageMoves
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan, guess_in_row
+from quantkit.runtime.core.step_result import Launched, Outcome
+from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.prompt_graphs import MOST_TOKENS
-from quantkit.runtime.device.runner import Launched, Outcome
-from quantkit.runtime.device.step_inputs import InputMaker
+from quantkit.runtime.device.step_inputs import InputMaker, PageMoves
 from quantkit.runtime.drafters.draft_loop import Behind, DraftLoop, LoopInputs
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Weights
@@ -56,10 +56,7 @@ class _Early:
 
 
 class ModelDrafter:
-    tree: tuple[int, ...] = ()
-
     def __init__(self, part: ModelPart, loop: DraftLoop) -> None:
-        self.early = False
         self._wanted: dict[int, int] = {}  # sequence -> guesses that the policy asked for
         self._queued: dict[int, _Early] = {}  # sequence -> guesses behind the step that is on its way
         self._ready: dict[int, _Early] = {}  # the same when that step's results are known
@@ -68,7 +65,8 @@ class ModelDrafter:
         self.loop = loop
         self._read: dict[int, tuple[int, int]] = {}  # sequence -> tokens in the draft's cache, and which stay that was
 
-    def prepare(self, sequences: int, guesses: int) -> None:
+    def capture(self, sequences: int, guesses: int) -> None:
+        """The graphs that guesses for so many sequences need."""
         prompts = self._part.prompt_graphs
         if prompts is not None:
             for key in prompts.keys:
@@ -77,124 +75,126 @@ class ModelDrafter:
             for drawn in (False, True):
                 self.loop.prepare(sequences, guesses, drawn)
 
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Room for so many; `complete` fills it when the sequence has its pages."""
-        if not sequence.computed:
+        if not sequence.num_computed:
             return []
         self._wanted[sequence.id] = most
         ready = self._ready.get(sequence.id)
         if ready is not None and _fits(ready, sequence, len(sequence.tokens)):
             most = min(most, ready.count)
-        return [guess_in_place(number) for number in range(most)]
+        return [guess_in_row(number) for number in range(most)]
 
     @torch.inference_mode()
-    def complete(self, plan: StepPlan) -> None:
+    def complete(self, plan: StepPlan) -> StepPlan:
         """Reads what sequences that speculate compute in this step, and guesses for those that have a draft and no
         guesses yet."""
         self._part.move(PageMoves(copies=plan.copies))
         back = {sequence.id for sequence, _ in plan.swap_in}
-        speculating = [share for share in plan.shares if share.sequence.speculates]
-        chunks = [self._unread(share, share.sequence.id in back) for share in speculating]
+        speculating = [work for work in plan.scheduled if work.sequence.speculates]
+        chunks = [self._unread(work, work.sequence.id in back) for work in speculating]
         for reading in _readings([chunk for chunk in chunks if chunk is not None]):
             self._part.run(self._maker.make(reading))
-        drafted = [(place, share) for place, share in enumerate(plan.shares) if share.draft]
-        late = [(place, share) for place, share in drafted if not self._has_guesses(share)]
-        for _, share in drafted:
-            found = self._ready.get(share.sequence.id)
+        drafted = [work for work in plan.scheduled if work.draft]
+        late = [work for work in drafted if not self._has_guesses(work)]
+        drafts: dict[int, tuple[int, ...]] = {}
+        proposals: dict[int, Tensor] = {}
+        for work in drafted:
+            found = self._ready.get(work.sequence.id)
             if found is not None and found.logits is not None:  # another loop would use the same memory
-                plan.proposals[share.sequence.id] = found.logits.clone() if late else found.logits
+                proposals[work.sequence.id] = found.logits.clone() if late else found.logits
         if late:
-            self._guess_ahead(plan, late)
+            drafts, drawn = self._guess_ahead(late)
+            proposals |= drawn
         self._ready.clear()
+        return plan.with_guesses(drafts, proposals)
 
     @torch.inference_mode()
     def follow(self, launched: Launched) -> None:
         """For those whose guesses are being verified, but for those whose next guesses the host must know."""
         if launched.rows is None:  # a step of prompts alone
             return
-        shares, behind = [], Behind([], [])
+        scheduled, behind = [], Behind([], [])
         row = 0
-        for share in launched.sampling:
-            if share.draft and not _looks_at_guesses(share.sequence):
-                shares.append(share)
-                behind.rows.append(row)
-                behind.guesses.append(len(share.draft))
-            row += 1 + len(share.draft)
-        if not shares:
+        for work in launched.sampling:
+            if work.draft and not _looks_at_guesses(work.sequence):
+                scheduled.append(work)
+                behind.logits_rows.append(row)
+                behind.guesses.append(len(work.draft))
+            row += 1 + len(work.draft)
+        if not scheduled:
             return
-        sequences = [share.sequence for share in shares]
+        sequences = [work.sequence for work in scheduled]
         inputs = replace(
             self._inputs(sequences, [self._wanted[one.id] for one in sequences]),
-            ids=[(0, 0)] * len(shares),
-            positions=[1] * len(shares),
+            ids=[(0, 0)] * len(scheduled),
+            positions=[1] * len(scheduled),
         )
         logits = self.loop.run_behind(launched.rows, behind, launched.plan.coins, inputs)
         for number, one in enumerate(sequences):
             drawn = logits[:, number] if logits is not None and _draws(one) else None
-            self._queued[one.id] = _Early(inputs.lengths[number], one.preempted, drawn)
+            self._queued[one.id] = _Early(inputs.lengths[number], one.num_preemptions, drawn)
 
-    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
-        """Tokens are enough."""
-
-    def see(self, outcome: Outcome) -> None:
+    def observe(self, launched: Launched, outcomes: list[Outcome], ended: Collection[int]) -> None:
         """Wrong guesses are forgotten, and what the target chose instead was not read yet."""
-        share, sequence = outcome.share, outcome.share.sequence
-        known = share.start + share.count - len(share.draft) + outcome.accepted
-        read, stay = self._read.get(sequence.id, (0, 0))
-        self._read[sequence.id] = min(read, known), stay
-        queued = self._queued.pop(sequence.id, None)
-        if queued is not None:
-            self._ready[sequence.id] = replace(queued, known=known + 1)
-
-    def forget(self, sequence: Sequence) -> None:
+        for outcome in outcomes:
+            work, sequence = outcome.scheduled, outcome.scheduled.sequence
+            known = work.start + work.num_tokens - len(work.draft) + outcome.num_accepted
+            read, stay = self._read.get(sequence.id, (0, 0))
+            self._read[sequence.id] = min(read, known), stay
+            queued = self._queued.pop(sequence.id, None)
+            if queued is not None:
+                self._ready[sequence.id] = replace(queued, known=known + 1)
         for kept in (self._read, self._wanted, self._queued, self._ready):
-            kept.pop(sequence.id, None)
+            for number in ended:
+                kept.pop(number, None)
 
-    def _has_guesses(self, share: Share) -> bool:
-        sequence, known = share.sequence, share.start + share.count - len(share.draft)
+    def _has_guesses(self, work: Scheduled) -> bool:
+        sequence, known = work.sequence, work.start + work.num_tokens - len(work.draft)
         ready = self._ready.get(sequence.id)
-        if ready is None or not _fits(ready, sequence, known) or ready.count < len(share.draft):
+        if ready is None or not _fits(ready, sequence, known) or ready.count < len(work.draft):
             self._ready.pop(sequence.id, None)
             return False
-        self._read[sequence.id] = known - 1 + len(share.draft), sequence.preempted
+        self._read[sequence.id] = known - 1 + len(work.draft), sequence.num_preemptions
         return True
 
-    def _unread(self, share: Share, back: bool) -> tuple[Sequence, int, int] | None:
+    def _unread(self, work: Scheduled, back: bool) -> tuple[Sequence, int, int] | None:
         """Positions that must be read before anything is guessed; the loop itself reads the last two known tokens.
 
         A sequence that is back from host memory left the draft's pages behind. An answer for which nothing is guessed
         now is read when something is, and often never: it may be at its end.
         """
-        sequence, known = share.sequence, share.start + share.count - len(share.draft)
-        read, stay = self._read.get(sequence.id, (sequence.reused, sequence.preempted))
-        if stay != sequence.preempted:  # its pages are others now
-            read = 0 if back else share.start
-        if share.count == 1 and share.samples:
-            self._read[sequence.id] = min(read, share.start), sequence.preempted
+        sequence, known = work.sequence, work.start + work.num_tokens - len(work.draft)
+        read, stay = self._read.get(sequence.id, (sequence.num_reused, sequence.num_preemptions))
+        if stay != sequence.num_preemptions:  # its pages are others now
+            read = 0 if back else work.start
+        if work.num_tokens == 1 and work.samples:
+            self._read[sequence.id] = min(read, work.start), sequence.num_preemptions
             return None
-        start, end = min(read, share.start), known - 2 if share.draft else known
-        self._read[sequence.id] = known, sequence.preempted
+        start, end = min(read, work.start), known - 2 if work.draft else known
+        self._read[sequence.id] = known, sequence.num_preemptions
         return (sequence, start, end) if start < end else None
 
-    def _guess_ahead(self, plan: StepPlan, drafted: list[tuple[int, Share]]) -> None:
-        shares = [share for _, share in drafted]
-        sequences = [share.sequence for share in shares]
-        lasts = [share.start + share.count - len(share.draft) - 1 for share in shares]
+    def _guess_ahead(self, scheduled: list[Scheduled]) -> tuple[dict[int, tuple[int, ...]], dict[int, Tensor]]:
+        """What `StepPlan.with_guesses` takes."""
+        sequences = [work.sequence for work in scheduled]
+        lasts = [work.start + work.num_tokens - len(work.draft) - 1 for work in scheduled]
         inputs = replace(
-            self._inputs(sequences, [len(share.draft) for share in shares]),
+            self._inputs(sequences, [len(work.draft) for work in scheduled]),
             ids=[tuple(one.tokens[last - 1 : last + 1]) for one, last in zip(sequences, lasts, strict=True)],
             positions=lasts,
         )
         guesses, logits = self.loop.run(inputs)
-        for row, share in enumerate(shares):
-            self._read[share.sequence.id] = lasts[row] + len(share.draft), share.sequence.preempted
-            if _draws(share.sequence):
+        drawn = {}
+        for number, work in enumerate(scheduled):
+            self._read[work.sequence.id] = lasts[number] + len(work.draft), work.sequence.num_preemptions
+            if _draws(work.sequence):
                 assert logits is not None
-                plan.proposals[share.sequence.id] = logits[:, row]
-        if any(_looks_at_guesses(one) for one in sequences):
-            found = guesses.tolist()
-            for row, (place, share) in enumerate(drafted):
-                plan.shares[place] = replace(share, draft=tuple(found[row][: len(share.draft)]))
+                drawn[work.sequence.id] = logits[:, number]
+        if not any(_looks_at_guesses(one) for one in sequences):
+            return {}, drawn
+        found = zip(scheduled, guesses.tolist(), strict=True)
+        return {work.sequence.id: tuple(tokens[: len(work.draft)]) for work, tokens in found}, drawn
 
     def _inputs(self, sequences: list[Sequence], lengths: list[int]) -> LoopInputs:
         """All but what the loop begins with."""
@@ -203,7 +203,7 @@ class ModelDrafter:
         return LoopInputs(
             ids=[],
             positions=[],
-            places=[one.slot for one in sequences],
+            rows=[one.row for one in sequences],
             lengths=lengths,
             rooms=[len(one.pages) * self._part.cache.page_size for one in sequences],
             settings=None if greedy else settings_of(sequences, seeds, self._part.device),
@@ -212,23 +212,23 @@ class ModelDrafter:
 
 def _readings(chunks: list[tuple[Sequence, int, int]]) -> Iterator[StepPlan]:
     """Steps that read these positions, none larger than the largest graph of a prompt."""
-    shares: list[Share] = []
+    scheduled: list[Scheduled] = []
     room = MOST_TOKENS
     for sequence, start, end in chunks:
         while start < end:
             count = min(end - start, room)
-            shares.append(Share(sequence, start, count, samples=False))
+            scheduled.append(Scheduled(sequence, start, count, samples=False))
             start, room = start + count, room - count
             if room == 0:
-                yield StepPlan(shares)
-                shares, room = [], MOST_TOKENS
-    if shares:
-        yield StepPlan(shares)
+                yield StepPlan(scheduled)
+                scheduled, room = [], MOST_TOKENS
+    if scheduled:
+        yield StepPlan(scheduled)
 
 
 def _fits(early: _Early, sequence: Sequence, known: int) -> bool:
     """Whether guesses were made behind just these tokens."""
-    return early.known == known and early.stay == sequence.preempted
+    return early.known == known and early.stay == sequence.num_preemptions
 
 
 def _draws(sequence: Sequence) -> bool:

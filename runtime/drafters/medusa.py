@@ -2,72 +2,72 @@
 
 The best few tokens of every head make a tree, whose nodes one step verifies at once. The hidden state that a sequence's
 next guesses start from is the one that its last known token was sampled from; every step leaves it in the sequence's
-place.
+row.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import StepPlan, guess_in_place
-from quantkit.runtime.device.device_rows import Places
-from quantkit.runtime.device.runner import Launched, Outcome
+from quantkit.runtime.core.sequence import Sequence, Status
+from quantkit.runtime.core.step_plan import StepPlan, guess_in_row
+from quantkit.runtime.core.step_result import Launched, Outcome
+from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
-from quantkit.runtime.model.decoder import Decoder
+from quantkit.runtime.model.decoder import AnyDecoder
 
 
 class MedusaDrafter:
-    early = False
-
-    def __init__(self, heads: MedusaHeads, decoder: Decoder, places: Places, most: int) -> None:
+    def __init__(self, heads: MedusaHeads, decoder: AnyDecoder, device_rows: DeviceRows, most: int) -> None:
         """The first `most` nodes of the heads' tree; it is a chain where the model's attention has windows."""
         self._heads = heads
         self._decoder = decoder
-        self._places = places
+        self._device_rows = device_rows
         nodes = heads.tree.nodes[:most]
         branches = all(window is None for window in decoder.config.windows)
         self.tree: tuple[int, ...] = tuple(heads.tree.parents[: len(nodes)]) if branches else ()
-        self._nodes = torch.tensor([(node.head, node.rank) for node in nodes], device=places.device)
+        self._nodes = torch.tensor([(node.head, node.rank) for node in nodes], device=device_rows.device)
         self._ranks = 1 + max(node.rank for node in nodes)
         self._hidden = torch.zeros(
-            places.count + 1, decoder.config.hidden, dtype=decoder.weights.embedding.dtype, device=places.device
+            device_rows.num_rows + 1,
+            decoder.config.hidden,
+            dtype=decoder.weights.embedding.dtype,
+            device=device_rows.device,
         )
-        # sequence -> its place, its stay and its length when its hidden state was left
+        # sequence -> its row, its stay and its length when its hidden state was left
         self._known: dict[int, tuple[int, int, int]] = {}
 
     @property
     def most(self) -> int:
         return len(self._nodes) if self.tree else self._heads.count
 
-    def prepare(self, sequences: int, guesses: int) -> None:
-        """Heads are small; their kernels are the target's."""
-
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Room for so many; `complete` fills it."""
-        if self._known.get(sequence.id) != (sequence.slot, sequence.preempted, len(sequence.tokens)):
+        if self._known.get(sequence.id) != (sequence.row, sequence.num_preemptions, len(sequence.tokens)):
             return []
-        return [guess_in_place(number) for number in range(min(most, self.most))]
+        return [guess_in_row(number) for number in range(min(most, self.most))]
 
     @torch.inference_mode()
-    def complete(self, plan: StepPlan) -> None:
-        drafted = [(at, share) for at, share in enumerate(plan.shares) if share.draft]
+    def complete(self, plan: StepPlan) -> StepPlan:
+        drafted = [work for work in plan.scheduled if work.draft]
         if not drafted:
-            return
-        lasts = [share.sequence.tokens[share.start + share.count - len(share.draft) - 1] for _, share in drafted]
-        places, tokens = self._places.to_device([*(share.sequence.slot for _, share in drafted), *lasts]).chunk(2)
-        best = self._best_tokens(self._hidden[places], tokens)
+            return plan
+        lasts = [work.sequence.tokens[work.start + work.num_tokens - len(work.draft) - 1] for work in drafted]
+        rows, tokens = self._device_rows.to_device([*(work.sequence.row for work in drafted), *lasts]).chunk(2)
+        best = self._best_tokens(self._hidden[rows], tokens)
         trees = plan.has_trees
         guesses = self._tree(best) if trees else self._chain(best)
-        self._places.tokens[places, 1 : 1 + guesses.shape[1]] = guesses
-        if any(share.sequence.guide is not None or share.sequence.params.shapes_logits for _, share in drafted):
-            found = guesses.tolist()
-            for row, (at, share) in enumerate(drafted):
-                padded = found[row] + [0] * len(share.draft)
-                plan.shares[at] = replace(share, draft=tuple(padded[: len(share.draft)]))
+        self._device_rows.tokens[rows, 1 : 1 + guesses.shape[1]] = guesses
+        if any(work.sequence.guide is not None or work.sequence.params.shapes_logits for work in drafted):
+            found = {}
+            for work, tokens_ahead in zip(drafted, guesses.tolist(), strict=True):
+                padded = tokens_ahead + [0] * len(work.draft)
+                found[work.sequence.id] = tuple(padded[: len(work.draft)])
+            return plan.with_guesses(found, {})
+        return plan
 
     def _best_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Of every head, the most probable first: [heads, rows, ranks]."""
@@ -82,31 +82,22 @@ class MedusaDrafter:
         """What each head likes most, as far as there are heads; guesses behind them are whatever was there."""
         return best[:, :, 0].T
 
-    def follow(self, launched: Launched) -> None:
-        """The heads are quick; they wait for the host."""
-
     @torch.inference_mode()
-    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
-        """The hidden states that the last tokens were sampled from. Call before tokens become known."""
+    def observe(self, launched: Launched, outcomes: list[Outcome], ended: Collection[int]) -> None:
+        """Keeps the hidden states that the last tokens were sampled from."""
         assert launched.hidden is not None
+        logits_rows: list[int] = []
         rows: list[int] = []
-        places: list[int] = []
-        row = 0
         for outcome in outcomes:
-            sequence = outcome.share.sequence
-            if sequence.slot >= 0:
-                rows.append(row + (1 + outcome.path[-1] if outcome.path else 0))
-                places.append(sequence.slot)
+            sequence = outcome.scheduled.sequence
+            if sequence.status is Status.RUNNING:
+                logits_rows.append(outcome.logits_row + (1 + outcome.path[-1] if outcome.path else 0))
+                rows.append(sequence.row)
                 length = len(sequence.tokens) + len(outcome.tokens)
-                self._known[sequence.id] = sequence.slot, sequence.preempted, length
-            row += len(outcome.share.draft) + 1
-        if rows:
-            both = self._places.to_device(rows + places)
+                self._known[sequence.id] = sequence.row, sequence.num_preemptions, length
+        if logits_rows:
+            both = self._device_rows.to_device(logits_rows + rows)
             at, where = both.chunk(2)
             self._hidden[where] = launched.hidden[at]
-
-    def see(self, outcome: Outcome) -> None:
-        """`learn` saw it."""
-
-    def forget(self, sequence: Sequence) -> None:
-        self._known.pop(sequence.id, None)
+        for number in ended:
+            self._known.pop(number, None)

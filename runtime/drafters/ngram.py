@@ -6,11 +6,11 @@ its own from the last few tokens to where they stood last, extended as tokens co
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import StepPlan
-from quantkit.runtime.device.runner import Launched, Outcome
+from quantkit.runtime.core.step_result import Launched, Outcome
 
 LONGEST, SHORTEST = 4, 2  # tokens that must be the same, the longest first
 
@@ -31,16 +31,10 @@ class _Index:
 
 
 class NgramDrafter:
-    tree: tuple[int, ...] = ()
-    early = False
-
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 
-    def prepare(self, sequences: int, guesses: int) -> None:
-        """Nothing: there is no model."""
-
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         tokens = sequence.tokens
         index = self._indexes.setdefault(sequence.id, _Index())
         index.extend(tokens)
@@ -50,17 +44,7 @@ class NgramDrafter:
                 return tokens[found : found + most]
         return []
 
-    def complete(self, plan: StepPlan) -> None:
-        """Everything was guessed before, by the host."""
-
-    def follow(self, launched: Launched) -> None:
-        """The host must see tokens to look them up."""
-
-    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
-        """Tokens are enough."""
-
-    def see(self, outcome: Outcome) -> None:
+    def observe(self, launched: Launched, outcomes: list[Outcome], ended: Collection[int]) -> None:
         """Its index looks at tokens, not at guesses."""
-
-    def forget(self, sequence: Sequence) -> None:
-        self._indexes.pop(sequence.id, None)
+        for sequence in ended:
+            self._indexes.pop(sequence, None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
@@ -21,8 +19,8 @@ from quantkit.runtime.engine.speculation import Speculation, SpeculativeOptions
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 from quantkit.runtime.model.config import ModelConfig, read_model_config
-from quantkit.runtime.model.decoder import KvCache
 from quantkit.runtime.model.loading import load_weights
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.sources import model_folder
 
 _TREE_ROWS = 64  # of a tree in attention, new tokens times query heads of a KV head (`kernels/attention/decode.py`)
@@ -82,16 +80,18 @@ def make_speculation(
         runner.keeps_hidden = True
         config = runner.decoder.config
         rows = _TREE_ROWS // (config.heads // config.kv_heads)
-        guesser = MedusaDrafter(heads, runner.decoder, runner.places, min(asked.most, rows - 1))
+        guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, min(asked.most, rows - 1))
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
         policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
-        return Speculation(guesser, policy, overlaps=options.overlaps)
+        return Speculation(guesser, policy, device=guesser, tree=guesser.tree, overlaps=options.overlaps)
     if draft is not None:
         drafter = make_drafter(draft)
-        drafter.early = options.overlaps
         costs = Costs(seconds, drafter.loop.seconds)
         policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
-        return Speculation(drafter, policy, overlaps=options.overlaps)
+        early = drafter if options.overlaps else None
+        return Speculation(
+            drafter, policy, device=drafter, early=early, capture=drafter.capture, overlaps=options.overlaps
+        )
     if asked.kind != "ngram":
         raise InputError(f"speculative is '{options.speculative}', but a shape has no such draft; use ngram")
     costs = Costs(seconds, draft_share=0.0)
@@ -109,8 +109,6 @@ def check_draft_context(draft: DraftModel | None, max_context: int) -> None:
 
 def _check_tokenizers(target: Path, draft: Path, named: str) -> None:
     """Where both folders have one: every token must have the same number."""
-    from quantkit.runtime.startup import load_tokenizer
-
     own, other = load_tokenizer(target), load_tokenizer(draft)
     if own is None or other is None:
         return
@@ -121,12 +119,3 @@ def _check_tokenizers(target: Path, draft: Path, named: str) -> None:
             f"the draft {named} numbers tokens otherwise than the model (the first: {different!r}); its guesses would "
             "mean other words; use a draft with the same tokenizer"
         )
-
-
-def draft_cache(draft: ModelConfig, like: KvCache, dtype: torch.dtype) -> KvCache:
-    """As many pages as the target's cache, of the same kind."""
-    pages = like.pages
-    shape = (draft.layers, 2, pages.shape[2], draft.kv_heads, pages.shape[4], draft.head_dim)
-    made = torch.empty(shape, dtype=pages.dtype, device=pages.device)
-    made.view(torch.uint8)[:, :, 0] = 0
-    return KvCache(made, torch.ones(draft.kv_heads, device=pages.device) if pages.dtype != dtype else None)

@@ -23,16 +23,16 @@ from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence
+from quantkit.runtime.core.step_result import PromptLogprobs, Sampled
 from quantkit.runtime.device.memory import MemoryPlan
-from quantkit.runtime.device.runner import Launched, Runner, Sampled, Travelling
+from quantkit.runtime.device.peers import Alone, Peers
+from quantkit.runtime.device.runner import InFlight, Runner
 from quantkit.runtime.engine.page_pool import PagePool
 from quantkit.runtime.engine.scheduler import Limits, Scheduler
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.output.detokenizer import TextStream
 from quantkit.runtime.output.stop_conditions import text_stream, why_ends
-from quantkit.runtime.parallel.crew import Crew
-from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished is not None for sequence in self.sequences)
+        return all(sequence.finished for sequence in self.sequences)
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
         """What is new in them: after a preemption, the prompt is computed again, in other chunks."""
@@ -86,9 +86,9 @@ class Engine:
         options: EngineOptions,
         tokenizer: PreTrainedTokenizerBase | None = None,
         speculation: Speculation | None = None,
-        crew: Crew | None = None,
+        peers: Peers = Alone(),  # noqa: B008  (has no state)
     ) -> None:
-        """`crew` are the other ranks, where there are any; they end with the engine."""
+        """`peers` are the other ranks, where there are any; they end with the engine."""
         self.config = config
         self.options = options
         self.memory = plan
@@ -99,9 +99,8 @@ class Engine:
         limits = Limits(options.budget, options.sequences, swap_pages=swap_pages, micro_batches=options.in_stages)
         self.scheduler = Scheduler(pool, limits)
         self.runner = runner
-        self.crew = crew
-        if crew is not None:
-            weakref.finalize(self, crew.stop)
+        self.peers = peers
+        weakref.finalize(self, peers.stop)
         self.requests: dict[int, Request] = {}
         self._owners: dict[int, tuple[Request, int]] = {}  # sequence id -> request, index
         self._ids = count()
@@ -109,7 +108,7 @@ class Engine:
         self._random = Random(options.seed)
         self._staged = options.pipeline_parallel > 1
         self._ahead = options.in_stages - 1 if self._staged else int(options.overlaps)  # steps that need not be back
-        self._in_flight: deque[Launched | Travelling] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self.speculation = speculation or Speculation()
         self.steps = 0
         self.generated = 0  # tokens
@@ -158,9 +157,9 @@ class Engine:
                 leader=request.sequences[0] if index else None,
                 needs_all_logits=params.prompt_logprobs is not None and index == 0,
                 guide=guides[index] if guides else None,
+                waits=self._staged,
             )
-            sequence.speculates = self.speculation.on
-            sequence.waits = self._staged
+            self.speculation.add(sequence)
             request.sequences.append(sequence)
             request.streams.append(text_stream(self.tokenizer, prompt, params))
             self._owners[sequence.id] = (request, index)
@@ -196,21 +195,21 @@ class Engine:
             return False
         return all(sequence.must_wait for sequence in self.scheduler.running)
 
-    def _launch(self) -> Launched | Travelling | None:
+    def _launch(self) -> InFlight | None:
         self.speculation.propose(self.scheduler.running)
         plan = self.scheduler.schedule()
         self.runner.prepare(plan)
-        if not plan.shares:  # everybody gave way, perhaps to host memory
+        if not plan.scheduled:  # everybody gave way, perhaps to host memory
             return None
         now = time.monotonic()
-        for share in plan.shares:
-            share.sequence.started = share.sequence.started or now
-        self.speculation.begin(plan)
+        for work in plan.scheduled:
+            work.sequence.started = work.sequence.started or now
+        plan = self.speculation.begin(plan)
         self.steps += 1
-        launched = self.runner.launch(plan)
-        if isinstance(launched, Launched):
-            self.speculation.follow(launched)
-        return launched
+        flight = self.runner.launch(plan)
+        if flight.launched is not None:
+            self.speculation.follow(flight.launched)
+        return flight
 
     def drain(self) -> None:
         """Waits for what is still on its way when all requests have finished: steps that were one too many."""
@@ -219,18 +218,15 @@ class Engine:
 
     def check(self) -> None:
         """Raises the reason where another rank has died."""
-        if self.crew is not None:
-            self.crew.lead.check()
+        self.peers.check()
 
     def when_broken(self, call: Callable[[], None]) -> None:
         """`call` is called, from another thread, when another rank has died."""
-        if self.crew is not None:
-            self.crew.lead.when_broken(call)
+        self.peers.when_broken(call)
 
     def close(self) -> None:
         """Ends the other ranks, where there are any; the engine answers no more then."""
-        if self.crew is not None:
-            self.crew.stop()
+        self.peers.stop()
 
     def forget(self) -> None:
         """Empties the prefix cache and sets the counters back, as if nothing had run."""
@@ -244,9 +240,8 @@ class Engine:
         self.scheduler.check_integrity()
         assert self.scheduler.unfinished == len(self._owners)
 
-    def _take(self, ready: Launched | Travelling) -> list[Delta]:
-        if isinstance(ready, Travelling):
-            ready = self.runner.arrived(ready)
+    def _take(self, flight: InFlight) -> list[Delta]:
+        ready = self.runner.arrived(flight)
         for sequence_id, found in ready.prompts.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id][0].add_prompt_logprobs(found)
@@ -256,14 +251,11 @@ class Engine:
             self.runner.keep_paths(outcomes)
         self.speculation.end(ready, outcomes)
         for outcome in outcomes:
-            sequence = outcome.share.sequence
-            sequence.pending -= 1
-            if sequence.finished is None:
-                in_order = outcome.path == tuple(range(outcome.accepted))
-                self.scheduler.settle(outcome.share, outcome.accepted, in_order)
-                self.speculation.see(outcome)
+            sequence = outcome.scheduled.sequence
+            in_order = outcome.path == tuple(range(outcome.num_accepted))
+            self.scheduler.settle(outcome.scheduled, outcome.num_accepted, in_order)
             for sampled in outcome.tokens:
-                if sequence.finished is None:
+                if not sequence.finished:
                     deltas.append(self._advance(sequence, sampled))
         return deltas
 

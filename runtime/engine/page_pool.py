@@ -9,19 +9,11 @@ Page 0 belongs to nobody. Padding writes there.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-PADDING_PAGE = 0
-Digest = bytes
-
-
-def page_digest(before: Digest, tokens: Sequence[int]) -> Digest:
-    """Of a full page's tokens and, through `before`, of all tokens in front of it; b"" at the beginning."""
-    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+from quantkit.runtime.core.pages import PADDING_PAGE, Digest
 
 
 @dataclass

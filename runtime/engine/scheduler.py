@@ -2,18 +2,20 @@
 
 Sequences are served in the order of their rank: the time of arrival, and for every level of lower priority some seconds
 later. Nobody is overtaken for longer than that, so nobody starves. Running sequences come first, then waiting ones are
-admitted while budget, places and pages last. When a running sequence needs a page and none is free, the running one
-with the highest rank gives all its pages back and waits again: its tokens are computed anew (or copied back from host
-memory). The sequence with the lowest rank is never in anybody's way, so every step makes progress.
+admitted while budget, device rows and pages last. When a running sequence needs a page and none is free, the running
+one with the highest rank gives all its pages back and waits again: its tokens are computed anew (or copied back from
+host memory). The sequence with the lowest rank is never in anybody's way, so every step makes progress.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.runtime.core.sequence import FinishReason, Sequence, Swapped
-from quantkit.runtime.core.step_plan import MOST_GUESSES, Share, StepPlan
+from quantkit.runtime.core.pages import pages_for
+from quantkit.runtime.core.sequence import FinishReason, Sequence, Status, Swapped
+from quantkit.runtime.core.step_plan import MOST_GUESSES, Scheduled, StepPlan
 from quantkit.runtime.engine.page_pool import PagePool
+from quantkit.runtime.engine.prefix_sharing import take_prefix
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Scheduler:
         self.prompt_tokens = 0  # of admitted sequences
         self.reused_tokens = 0  # of these, found in the cache
         self.swapped_pages = 0
-        self._slots = list(range(limits.sequences))[::-1]
+        self._free_rows = list(range(limits.sequences))[::-1]
 
     @property
     def unfinished(self) -> int:
@@ -50,14 +52,13 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a sequence at any moment; its pages are free at once."""
-        if sequence.finished is not None:
+        if sequence.finished:
             return
-        sequence.finished = reason
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._slots.append(sequence.slot)
+        if sequence.status is Status.RUNNING:
+            self._stop(sequence)
         else:
             self.waiting.remove(sequence)
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
         self._release(sequence)
         self._drop_swapped(sequence)
 
@@ -66,11 +67,11 @@ class Scheduler:
         plan = StepPlan([])
         budget = self.limits.tokens
         answers = self._answers()
-        answering = min(answers, sum(not one.must_wait and one.length - one.computed == 1 for one in self.running))
+        answering = min(answers, sum(not one.must_wait and one.length - one.num_computed == 1 for one in self.running))
         for sequence in list(self.running):
-            if sequence not in self.running or sequence.must_wait:
+            if sequence.status is not Status.RUNNING or sequence.must_wait:
                 continue
-            missing = sequence.length - sequence.computed
+            missing = sequence.length - sequence.num_computed
             if missing == 1:
                 if answers == 0:
                     continue
@@ -81,171 +82,148 @@ class Scheduler:
             if count > 0:
                 draft = self._affordable_draft(sequence, budget - answering - 1) if missing == 1 else ()
                 budget -= self._extend(sequence, count, plan, draft)
-        while budget > 0 and self.waiting and self._slots and not plan.preempted:
+        while budget > 0 and self.waiting and self._free_rows and not plan.preempted:
             taken = self._admit(self.waiting[0], budget, plan)
             if taken == 0:
                 break
             budget -= taken
-        return plan
+        return plan if plan.answers_only else plan.without_trees()
 
     def publish(self, sequence: Sequence) -> None:
         """Offers full pages of known tokens to others. Call when tokens of the sequence have become known."""
         size = self.pool.page_size
-        full = min(len(sequence.tokens), sequence.computed) // size
-        for page in range(sequence.published, full):
+        full = min(len(sequence.tokens), sequence.num_computed) // size
+        for page in range(sequence.num_published, full):
             self.pool.publish(sequence.pages[page], sequence.digest_of(page, size))
-        sequence.published = max(sequence.published, full)
+        sequence.num_published = max(sequence.num_published, full)
 
-    def settle(self, share: Share, accepted: int, in_order: bool = True) -> None:
-        """So many tokens of a draft were right: the others were never there, and their pages are free.
+    def settle(self, work: Scheduled, accepted: int, in_order: bool = True) -> None:
+        """A step's tokens have come back. So many of a draft were right: the others were never there, and their pages
+        are free.
 
         Call before the tokens become known. A sequence that was preempted meanwhile has no pages, or keeps them on the
         host; there the right ones must stand in front (`in_order`), else everything is computed anew.
         """
-        sequence, wrong = share.sequence, len(share.draft) - accepted
+        sequence, wrong = work.sequence, len(work.draft) - accepted
+        sequence.num_pending -= 1
         if sequence.swapped is not None:
-            sequence.swapped.computed -= wrong
+            sequence.swapped.num_computed -= wrong
             if not in_order:
                 self._drop_swapped(sequence)
         elif sequence.pages:
-            sequence.computed -= wrong
-            self._trim(sequence, sequence.computed + sequence.ahead)
+            sequence.num_computed -= wrong
+            self._trim(sequence, sequence.num_computed + sequence.ahead)
 
     def check_integrity(self) -> None:
-        """For tests: pages and places are held by those who run, once each."""
+        """For tests: pages and device rows are held by those who run, once each."""
         living = [*self.running, *self.waiting]
         self.pool.check_integrity(sequence.pages for sequence in living)
-        slots = [sequence.slot for sequence in self.running]
-        assert sorted(slots + self._slots) == list(range(self.limits.sequences)), "places are lost or shared"
+        rows = [sequence.row for sequence in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.limits.sequences)), "rows are lost or shared"
         assert all(not sequence.pages for sequence in self.waiting), "a waiting sequence holds pages"
         for queue in (self.running, self.waiting):
             assert [sequence.rank for sequence in queue] == sorted(sequence.rank for sequence in queue)
         for sequence in self.running:
             held, size = len(sequence.pages), self.pool.page_size
-            assert sequence.computed <= held * size, "tokens were computed without pages"
-            assert (held - 1) * size < sequence.computed + MOST_GUESSES, "pages are held for nothing"
+            assert sequence.num_computed <= held * size, "tokens were computed without pages"
+            assert (held - 1) * size < sequence.num_computed + MOST_GUESSES, "pages are held for nothing"
 
     def _answers(self) -> int:
         """How many sequences may answer in one step: an equal part for each of the steps that are on their way."""
-        answering = sum(one.length - one.computed == 1 for one in self.running)
+        answering = sum(one.length - one.num_computed == 1 for one in self.running)
         return -(-answering // self.limits.micro_batches)
 
     def _affordable_draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
         """As much of its draft as budget and free pages allow: guesses push nobody out."""
         room = len(sequence.pages) * self.pool.page_size + self.pool.free * self.pool.page_size
-        room -= sequence.computed + 1 + self.pool.page_size  # a page that is shared may have to be copied
+        room -= sequence.num_computed + 1 + self.pool.page_size  # a page that is shared may have to be copied
         return tuple(sequence.draft[: max(0, min(budget, room))])
 
     def _extend(self, sequence: Sequence, count: int, plan: StepPlan, draft: tuple[int, ...] = ()) -> int:
         """How many tokens of a running sequence go into this step: all, or none where it had to give way."""
-        while not self._grow(sequence, sequence.computed + count + len(draft), plan):
+        while not self._grow(sequence, sequence.num_computed + count + len(draft), plan):
             draft = ()
             if self._drop_ahead():
                 continue
             victim = self.running[-1]
-            if victim.waits and victim.pending:  # its token is chosen when its step is through, so it stays till then
+            if victim.waits and victim.num_pending:  # its token is chosen when its step is through
                 return 0
             self._preempt(victim, plan)
             if victim is sequence:
                 return 0
-        self._share(sequence, count, plan, draft)
+        self._commit(sequence, count, plan, draft)
         return count + len(draft)
 
     def _admit(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Tokens of a waiting sequence that go into this step; 0: it must wait."""
-        if sequence.pending:  # preempted while a token of it is on its way
+        if sequence.num_pending:  # preempted while a token of it is on its way
             return 0
         if sequence.swapped is not None:
             return self._swap_in(sequence, plan)
-        self._take_prefix(sequence, plan)
-        missing = _pages(sequence.length, self.pool.page_size) - len(sequence.pages)
+        take_prefix(sequence, plan, self.pool)
+        missing = pages_for(sequence.length, self.pool.page_size) - len(sequence.pages)
         reserve = int(self.pool.usable * self.limits.reserve) if self.running else 0
         copies = self._shares_last_page(sequence)
         if missing + copies + reserve > self.pool.free:
             self._release(sequence)
             return 0
         self._start(sequence)
-        if sequence.preempted == 0:
-            sequence.reused = sequence.computed
+        if sequence.num_preemptions == 0:
+            sequence.num_reused = sequence.num_computed
             self.prompt_tokens += len(sequence.prompt)
-            self.reused_tokens += sequence.computed
-        count = min(sequence.length - sequence.computed, budget)
-        grown = self._grow(sequence, sequence.computed + count, plan)
+            self.reused_tokens += sequence.num_computed
+        count = min(sequence.length - sequence.num_computed, budget)
+        grown = self._grow(sequence, sequence.num_computed + count, plan)
         assert grown, "pages were counted before"
-        self._share(sequence, count, plan)
+        self._commit(sequence, count, plan)
         return count
 
     def _start(self, sequence: Sequence) -> None:
         self.waiting.pop(0)
         _insert(self.running, sequence)
-        sequence.slot = self._slots.pop()
+        sequence.status, sequence.row = Status.RUNNING, self._free_rows.pop()
+
+    def _stop(self, sequence: Sequence) -> None:
+        """It runs no more: its row is another's from now on."""
+        self.running.remove(sequence)
+        self._free_rows.append(sequence.row)
+        sequence.status, sequence.row = Status.WAITING, -1
 
     def _swap_in(self, sequence: Sequence, plan: StepPlan) -> int:
         """A sequence whose pages are in host memory goes on where it was."""
         assert sequence.swapped is not None
-        computed = sequence.swapped.computed
-        pages = self.pool.allocate(_pages(sequence.length, self.pool.page_size))
+        computed = sequence.swapped.num_computed
+        pages = self.pool.allocate(pages_for(sequence.length, self.pool.page_size))
         if pages is None:
             return 0
         self._start(sequence)
-        sequence.pages, sequence.computed = pages, computed
-        plan.swap_in.append((sequence, pages[: sequence.swapped.pages]))
-        self.swapped_pages -= sequence.swapped.pages
+        sequence.pages, sequence.num_computed = pages, computed
+        plan.swap_in.append((sequence, pages[: sequence.swapped.num_pages]))
+        self._drop_swapped(sequence)
         count = sequence.length - computed
         assert count == 1, "only answering sequences are swapped"
-        self._share(sequence, count, plan)
+        self._commit(sequence, count, plan)
         return count
 
     def _drop_swapped(self, sequence: Sequence) -> None:
         if sequence.swapped is not None:
-            self.swapped_pages -= sequence.swapped.pages
+            self.swapped_pages -= sequence.swapped.num_pages
             sequence.swapped = None
-
-    def _take_prefix(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Pages whose contents are there already: those of the leader, or of anybody with the same beginning.
-
-        At least one token is always computed, because the logits behind it are wanted.
-        """
-        size, known = self.pool.page_size, len(sequence.tokens) - 1
-        if sequence.needs_all_logits:
-            return
-        leader = sequence.leader
-        if leader is not None and not sequence.preempted and leader.finished is None and leader.computed >= size:
-            settled = plan.settled(leader) >= known  # a page that this step fills cannot be copied before it
-            computed = known if settled else min(leader.computed, known) // size * size
-            pages = leader.pages[: _pages(computed, size)]
-        else:
-            pages = self._known_pages(sequence, known // size)
-            computed = len(pages) * size
-        self.pool.hold(pages)
-        sequence.pages = pages
-        sequence.computed = computed
-        sequence.published = computed // size
-
-    def _known_pages(self, sequence: Sequence, most: int) -> list[int]:
-        """Pages of anybody that hold the beginning of this sequence."""
-        pages: list[int] = []
-        for page in range(most):
-            found = self.pool.find(sequence.digest_of(page, self.pool.page_size))
-            if found is None:
-                break
-            pages.append(found)
-        return pages
 
     def _shares_last_page(self, sequence: Sequence) -> bool:
         """Whether the next token would be written into a page that others hold too."""
-        inside = sequence.computed % self.pool.page_size
-        return inside > 0 and self.pool.is_shared(sequence.pages[sequence.computed // self.pool.page_size])
+        inside = sequence.num_computed % self.pool.page_size
+        return inside > 0 and self.pool.is_shared(sequence.pages[sequence.num_computed // self.pool.page_size])
 
     def _grow(self, sequence: Sequence, length: int, plan: StepPlan) -> bool:
         """Pages of its own for all positions up to `length`; False, and nothing changes, where too few are free."""
         copies = self._shares_last_page(sequence)
         size = self.pool.page_size
-        new = self.pool.allocate(max(0, _pages(length, size) - len(sequence.pages)) + copies)
+        new = self.pool.allocate(max(0, pages_for(length, size) - len(sequence.pages)) + copies)
         if new is None:
             return False
         if copies:
-            at, own = sequence.computed // size, new.pop(0)
+            at, own = sequence.num_computed // size, new.pop(0)
             plan.copies.append((sequence.pages[at], own))
             self.pool.release([sequence.pages[at]])
             sequence.pages[at] = own
@@ -256,7 +234,7 @@ class Scheduler:
     def _hold_ahead(self, sequence: Sequence, length: int) -> None:
         """Pages for the guesses of the step after this, where everybody else can still get one."""
         reach = min(length + sequence.ahead, len(sequence.prompt) + sequence.max_new)
-        more = _pages(reach, self.pool.page_size) - len(sequence.pages)
+        more = pages_for(reach, self.pool.page_size) - len(sequence.pages)
         if 0 < more <= self.pool.free - len(self.running):
             sequence.pages += self.pool.allocate(more) or []
 
@@ -264,32 +242,32 @@ class Scheduler:
         """Takes back all pages that nobody needs in this step; False where there are none."""
         before = self.pool.free
         for sequence in self.running:
-            self._trim(sequence, sequence.computed)
+            self._trim(sequence, sequence.num_computed)
         return self.pool.free > before
 
     def _trim(self, sequence: Sequence, length: int) -> None:
         """Gives back the pages behind so many tokens."""
-        kept = _pages(length, self.pool.page_size)
+        kept = pages_for(length, self.pool.page_size)
         self.pool.release(sequence.pages[kept:])
         del sequence.pages[kept:]
 
-    def _share(self, sequence: Sequence, count: int, plan: StepPlan, draft: tuple[int, ...] = ()) -> None:
-        start = sequence.computed
+    def _commit(self, sequence: Sequence, count: int, plan: StepPlan, draft: tuple[int, ...] = ()) -> None:
+        start = sequence.num_computed
         samples = start + count == sequence.length
         assert samples or not draft, "drafts follow the last token"
-        sequence.computed += count + len(draft)
-        plan.shares.append(Share(sequence, start, count + len(draft), samples, draft, sequence.tree[: len(draft)]))
+        sequence.num_computed += count + len(draft)
+        tree = sequence.tree[: len(draft)]
+        plan.scheduled.append(Scheduled(sequence, start, count + len(draft), samples, draft, tree))
         self.publish(sequence)  # within a step, keys and values are written before anybody reads them
-        sequence.pending += samples
+        sequence.num_pending += samples
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         self.preemptions += 1
-        victim.preempted += 1
-        self.running.remove(victim)
-        self._slots.append(victim.slot)
-        answering = victim.computed + 1 >= victim.length
+        victim.num_preemptions += 1
+        self._stop(victim)
+        answering = victim.num_computed + 1 >= victim.length
         if answering and self.swapped_pages + len(victim.pages) <= self.limits.swap_pages:
-            victim.swapped = Swapped(len(victim.pages), victim.computed)
+            victim.swapped = Swapped(len(victim.pages), victim.num_computed)
             self.swapped_pages += len(victim.pages)
             plan.swap_out.append((victim, victim.pages))
         self._release(victim)
@@ -299,8 +277,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
         sequence.pages = []
-        sequence.computed = sequence.published = 0
-        sequence.slot = -1
+        sequence.num_computed = sequence.num_published = 0
 
 
 def _insert(queue: list[Sequence], sequence: Sequence) -> None:
@@ -309,7 +286,3 @@ def _insert(queue: list[Sequence], sequence: Sequence) -> None:
     while place and queue[place - 1].rank > sequence.rank:
         place -= 1
     queue.insert(place, sequence)
-
-
-def _pages(tokens: int, size: int) -> int:
-    return -(-tokens // size)

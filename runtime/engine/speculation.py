@@ -17,50 +17,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import MOST_GUESSES, StepPlan
+from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.device.decode_graphs import Key, StepGraphs
-from quantkit.runtime.device.runner import Launched, Outcome
+from quantkit.runtime.engine.drafter import DeviceDrafter, Drafter, EarlyDrafter
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 
 _PREPARED = (1, 2, 4, 8, 16, 32)  # sequences, for which steps with guesses are prepared
 _DEFAULTS = {"ngram": 8, "draft": 4, "self": 4, "medusa": 15}  # kind -> guesses
 _EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4 or self=nf4 or medusa=PATH"
-
-
-class Drafter(Protocol):
-    """Where guesses come from."""
-
-    tree: tuple[int, ...]  # the parents of guesses that are a tree (`Share`); empty where they follow each other
-    early: bool  # whether guesses for the next step are made before the host knows what this one brought
-
-    def prepare(self, sequences: int, guesses: int) -> None:
-        """What a step of this size would wait for the first time."""
-
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
-        """Up to so many tokens that may follow; empty where there is no good guess."""
-
-    def complete(self, plan: StepPlan) -> None:
-        """The step as it is planned, when pages are where they belong: guesses may be made now, in drafts of the same
-        length."""
-
-    def follow(self, launched: Launched) -> None:
-        """The step is on its way: guesses for the next one may be queued behind it."""
-
-    def learn(self, launched: Launched, outcomes: list[Outcome]) -> None:
-        """What a step computed, when its results are there and guesses pay."""
-
-    def see(self, outcome: Outcome) -> None:
-        """How a sequence's guesses did, before its tokens become known."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +71,33 @@ class SpeculativeOptions:
 class Speculation:
     """Guesses for those who answer, and how good they were. Without a drafter, nobody speculates."""
 
-    def __init__(self, drafter: Drafter | None = None, policy: Policy | None = None, *, overlaps: bool = False) -> None:
-        """`overlaps`: plain steps are launched before the one in front has ended."""
-        self._overlaps = overlaps
+    def __init__(
+        self,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        *,
+        device: DeviceDrafter | None = None,
+        early: EarlyDrafter | None = None,
+        tree: tuple[int, ...] = (),
+        capture: Callable[[int, int], None] | None = None,
+        overlaps: bool = False,
+    ) -> None:
+        """`device` and `early` are the drafter again, where it can do that. `tree` has the parents of its guesses where
+        they are one (`Scheduled`). `capture` makes what its guesses for so many sequences, so many each, wait for at
+        first. `overlaps`: plain steps are launched before the one in front has ended."""
         self._drafter = drafter
+        self._device = device
+        self._early = early
+        self._tree = tree
+        self._capture = capture
+        self._overlaps = overlaps
         self._policy = policy or Policy(0, Costs())
         self._active = drafter is not None  # whether guesses pay now
         self._begun: deque[tuple[float, bool, bool]] = deque()  # steps in flight: `begin`
         self._was_active = False  # in the step before
         self._wanted: set[int] = set()  # sequences for which the policy wants guesses now
         self._asked: set[int] = set()  # of the steps in flight, those for which it did
+        self._gone: list[int] = []  # sequences that ended since the drafter last heard of any
         self._ended = 0.0  # when the last step was seen
         self._last: set[int] = set()  # sequences in it
         self._coin: Callable[[], bool] | None = None  # for benchmarks
@@ -138,11 +126,11 @@ class Speculation:
 
     def prepare(self, graphs: StepGraphs, sequences: int, guesses: int) -> None:
         """Captures what a step of this size needs."""
-        assert self._drafter is not None
-        key = Key(sequences, 1 + guesses, bool(self._drafter.tree))
+        key = Key(sequences, 1 + guesses, bool(self._tree))
         if graphs.takes(sequences, 1 + guesses, key.tree):
             graphs.capture(key)
-            self._drafter.prepare(sequences, guesses)
+            if self._capture is not None:
+                self._capture(sequences, guesses)
 
     def reset(self) -> None:
         """Counters and records, as if nothing had run; what steps cost stays known."""
@@ -150,46 +138,52 @@ class Speculation:
         self.steps = self.guessed = self.accepted = 0
         self.saved_seconds = 0.0
 
+    def add(self, sequence: Sequence) -> None:
+        """A sequence that is new; its prompt is read with guesses in mind."""
+        sequence.speculates = self.on
+
     def propose(self, running: list[Sequence]) -> None:
         """Drafts for all that wait for their next token only."""
         if self._drafter is None:
             return
-        answering = [one for one in running if one.length - one.computed == 1 and not one.at_limit]
+        answering = [one for one in running if one.length - one.num_computed == 1 and not one.at_limit]
         lengths = self._policy.lengths(answering)
         self._wanted = {number for number, most in lengths.items() if most > 0}
         if answering:
             self._active = bool(lengths)
         for sequence in running:
             sequence.speculates = self._active
-            sequence.draft, sequence.tree = [], self._drafter.tree
+            sequence.draft, sequence.tree = [], self._tree
             left = sequence.max_new - len(sequence.answer) - 1  # the token behind the draft is one too
             most = min(lengths.get(sequence.id, 0), left)
             if sequence.must_wait:  # pages that a step on its way asked for stay
                 continue
             if most > 0:
-                sequence.draft = self._drafter.guess(sequence, most)
-            sequence.ahead = len(sequence.draft) if self._drafter.early else 0
+                sequence.draft = self._drafter.propose(sequence, most)
+            sequence.ahead = len(sequence.draft) if self._early is not None else 0
 
-    def begin(self, plan: StepPlan) -> None:
-        """The step as it is planned, before it is launched."""
+    def begin(self, plan: StepPlan) -> StepPlan:
+        """The step as it is planned, before it is launched; returns it with its guesses."""
         if self._drafter is None:
-            return
+            return plan
         # Somebody who was in the last step did not end, so the engine was never idle: what the host did counts too.
-        goes_on = any(share.sequence.id in self._last for share in plan.shares)
+        goes_on = any(work.sequence.id in self._last for work in plan.scheduled)
         began = self._ended if goes_on else time.perf_counter()
         # First guesses after plain steps take longer: a draft model has tokens to read, and no guess is there early.
         self._begun.append((began, bool(self._begun), self._active == self._was_active))
         self._was_active = self._active
-        self._asked |= self._wanted & {share.sequence.id for share in plan.shares}
-        self._drafter.complete(plan)
+        self._asked |= self._wanted & {work.sequence.id for work in plan.scheduled}
+        if self._device is not None:
+            plan = self._device.complete(plan)
         if self._coin is not None:
-            rows = sum(1 + len(share.draft) for share in plan.shares if share.samples)
-            plan.coins.extend(self._coin() for _ in range(rows))
+            rows = sum(1 + len(work.draft) for work in plan.scheduled if work.samples)
+            plan = replace(plan, coins=[self._coin() for _ in range(rows)])
+        return plan
 
     def follow(self, launched: Launched) -> None:
         """The step was launched, and nobody has looked at its results."""
-        if self._drafter is not None and self._drafter.early:
-            self._drafter.follow(launched)
+        if self._early is not None:
+            self._early.follow(launched)
 
     def end(self, launched: Launched, outcomes: list[Outcome]) -> None:
         """The results of a step are there; its tokens are not known yet."""
@@ -199,37 +193,40 @@ class Speculation:
         begun, overlapped, settled = self._begun.popleft()
         seconds = now - max(begun, self._ended)
         self._ended, plan = now, launched.plan
-        self._last = {share.sequence.id for share in plan.shares}
-        if self._active:
-            self._drafter.learn(launched, outcomes)
+        self._last = {work.sequence.id for work in plan.scheduled}
+        seen = [one for one in outcomes if not one.scheduled.sequence.finished
+                and (one.scheduled.draft or one.scheduled.sequence.speculates)]  # fmt: skip
+        if seen or self._gone:
+            self._drafter.observe(launched, seen, self._gone)
+            self._gone = []
+        for outcome in seen:
+            self._count(outcome)
         if plan.answers_only:
-            guesses = max(len(share.draft) for share in plan.shares)
+            guesses = max(len(work.draft) for work in plan.scheduled)
             typical = settled if guesses else overlapped or not self._overlaps
             if typical:
-                self._policy.costs.observe(len(plan.shares), guesses, seconds)
-            plain = self._policy.costs.estimate(len(plan.shares), 0)
+                self._policy.costs.observe(len(plan.scheduled), guesses, seconds)
+            plain = self._policy.costs.estimate(len(plan.scheduled), 0)
             if guesses and plain is not None:
                 tokens = sum(len(outcome.tokens) for outcome in outcomes)
-                self.saved_seconds += plain * tokens / len(plan.shares) - seconds
+                self.saved_seconds += plain * tokens / len(plan.scheduled) - seconds
 
-    def see(self, outcome: Outcome) -> None:
-        """How the guesses for one sequence did, which has not ended, before its tokens become known."""
-        sequence, guessed = outcome.share.sequence, len(outcome.share.draft)
-        if self._drafter is None or not (guessed or sequence.speculates):
-            return
-        self._drafter.see(outcome)
+    def _count(self, outcome: Outcome) -> None:
+        """How the guesses for one sequence did."""
+        sequence, guessed = outcome.scheduled.sequence, len(outcome.scheduled.draft)
         if sequence.id in self._asked:  # not behind a prompt: there was no guess, but nobody wanted one
             self._asked.remove(sequence.id)
-            self._policy.see(sequence, guessed, outcome.accepted)
+            self._policy.see(sequence, guessed, outcome.num_accepted)
         if guessed:
             self.steps += 1
             self.guessed += guessed
-            self.accepted += outcome.accepted
-            sequence.guessed += guessed
-            sequence.accepted += outcome.accepted
+            self.accepted += outcome.num_accepted
+            sequence.num_guessed += guessed
+            sequence.num_accepted += outcome.num_accepted
 
     def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
         if self._drafter is not None:
-            self._drafter.forget(sequence)
+            self._gone.append(sequence.id)
             self._policy.forget(sequence)
             self._asked.discard(sequence.id)

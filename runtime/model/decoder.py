@@ -6,48 +6,31 @@ The residual sum and the norm behind it are one kernel, so a block hands over th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Linear, Weights
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import RopeTable
-from quantkit.runtime.model.tensor_group import Alone, Group
+from quantkit.runtime.model.tensor_group import Group, OneRank
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The tokens of one step, in device memory: the new tokens of all sequences behind each other."""
+class AnyDecoder(Protocol):
+    """What is asked of a decoder beside the scheduler's steps: of one process alone, or of all ranks together."""
 
-    ids: Tensor  # int64 [tokens]
-    positions: Tensor  # int64 [tokens]
-    slots: Tensor  # int64 [tokens], where their keys and values go: page * page_size + offset
-    page_table: Tensor  # int32 [sequences, pages]
-    context_lengths: Tensor  # int32 [sequences], new tokens included
-    query_starts: Tensor  # int32 [sequences + 1]
-    max_queries: int  # no sequence has more new tokens
-    ancestors: Tensor | None = None  # int64 [tokens], where new tokens are trees: see `kernels/attention/attend.py`
+    config: ModelConfig
+    weights: Weights
 
+    def hidden_states(self, batch: Batch, cache: KvCache) -> Tensor: ...
 
-@dataclass(frozen=True)
-class KvCache:
-    """Keys and values of all layers: one tensor, so that a page is copied at once."""
+    def embeddings(self, ids: Tensor, scale: float | None = None) -> Tensor: ...
 
-    pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]
-    scale: Tensor | None = None  # float32 [kv_heads], of an 8-bit cache
-
-    @property
-    def page_size(self) -> int:
-        return self.pages.shape[4]
-
-    @property
-    def num_pages(self) -> int:
-        return self.pages.shape[2]
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Decoder:
@@ -60,7 +43,7 @@ class Decoder:
         tables: list[RopeTable],
         ops: Ops,
         scratch: Any = None,
-        group: Group = Alone(),  # noqa: B008  (has no state)
+        group: Group = OneRank(),  # noqa: B008  (has no state)
         ranks: Ranks = Ranks(),  # noqa: B008
     ) -> None:
         """`scratch` is attention's, for as many sequences as a step may have; calls without one allocate theirs.
@@ -126,7 +109,7 @@ class Decoder:
             batch.positions,
             table.cos,
             table.sin,
-            batch.slots,
+            batch.kv_slots,
             keys,
             values,
             config.heads,

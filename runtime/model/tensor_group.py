@@ -32,7 +32,7 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class OneRank:
     """A group of one: nothing is exchanged, nothing is copied."""
 
     rank: int = 0

@@ -37,7 +37,7 @@ class _Death:
     code: int = 1
 
 
-class Lead:
+class Coordinator:
     def __init__(self, ranks: Ranks, launcher: Launcher, model: str, options: EngineOptions) -> None:
         """Starts the other ranks and returns at once; `gather` waits for them."""
         self.ranks = ranks

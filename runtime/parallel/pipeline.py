@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from quantkit.runtime.model.ranks import Ranks
-from quantkit.runtime.model.tensor_group import Alone, Group, TorchGroup
+from quantkit.runtime.model.tensor_group import Group, OneRank, TorchGroup
 
 PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer; one that died is noticed at once
 _TAG = 1
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReceivedRows:
     """Rows of hidden states on their way back to the first stage."""
 
     hidden: Tensor
@@ -39,8 +39,9 @@ class Rows:
         return self.hidden
 
 
-class Links:
-    """Of one rank. Made by all ranks at the same time."""
+class Pipeline:
+    """One rank's place among the others: the tensor ranks of its stage, the stage before and the one after it. Made by
+    all ranks at the same time."""
 
     def __init__(
         self, ranks: Ranks, store: Store, host: str, device: torch.device, hidden: int, dtype: torch.dtype
@@ -53,17 +54,12 @@ class Links:
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._groups: list[Any] = []
         self._store, self._host = store, host
-        self.group: Group = Alone()
+        self.group: Group = OneRank()
         if ranks.tensor > 1:
             self.group = self._tensor_group()
         if ranks.pipeline > 1:
             self._forward = self._backend("forward", ranks.rank, ranks.world)
             self._back = self._backend("back", ranks.rank, ranks.world)
-
-    @property
-    def captures(self) -> bool:
-        """Whether CUDA graphs may hold a whole step."""
-        return self._device.type == "cuda" and self.ranks.pipeline == 1
 
     def send_on(self, hidden: Tensor) -> None:
         """To the next stage."""
@@ -79,11 +75,11 @@ class Links:
         """From the last stage to the first."""
         self._send(self._back, rows, self.ranks.tensor_rank)
 
-    def expect(self, rows: int) -> Rows:
+    def expect(self, rows: int) -> ReceivedRows:
         """In the order in which the last stage sends them."""
         hidden = self._empty(rows)
         last = (self.ranks.pipeline - 1) * self.ranks.tensor + self.ranks.tensor_rank
-        return Rows(hidden, self._back.recv([hidden], last, _TAG))
+        return ReceivedRows(hidden, self._back.recv([hidden], last, _TAG))
 
     def abort(self) -> None:
         """Frees whoever waits for a rank that is gone. Between CPUs a closed connection does it."""

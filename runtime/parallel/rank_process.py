@@ -21,19 +21,20 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_part
-from quantkit.runtime.device.decode_graphs import Key, StepGraphs
+from quantkit.runtime.device.decode_graphs import Key
 from quantkit.runtime.device.keep_path import keep_path
 from quantkit.runtime.device.memory import plan_memory, refine_plan
 from quantkit.runtime.device.model_part import ModelPart
+from quantkit.runtime.device.step_inputs import Step
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ranks import Ranks, local_config
 from quantkit.runtime.parallel.channel import Channel, Kind, Lists, Talk, unpack, unpack_talk
 from quantkit.runtime.parallel.launcher import Address, Job
-from quantkit.runtime.parallel.pipeline import Links, Rows, make_store
+from quantkit.runtime.parallel.pipeline import Pipeline, ReceivedRows, make_store
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
-from quantkit.runtime.parallel.step_message import Step, batch_from_lists, moves_from_lists
+from quantkit.runtime.parallel.step_message import batch_from_lists, moves_from_lists, step_from_lists
 from quantkit.sources import model_folder
 
 _OF_ANOTHER = ("gloo", "nccl", "connection", "socket", "store")  # in errors that another rank's end has caused
@@ -72,7 +73,7 @@ def _load(
     options: EngineOptions,
     channel: Channel,
     inbox: queue.Queue[Frame],
-) -> tuple[ModelPart, Links]:
+) -> tuple[ModelPart, Pipeline]:
     device = options.torch_device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -89,35 +90,31 @@ def _load(
     agreed: Talk = unpack_talk(inbox.get()[1])["agreed"]
     plan = replace(plan, pages=agreed["pages"], max_context=agreed["max_context"])
     store = make_store(address.host, agreed["store"], first=False)
-    links = Links(ranks, store, channel.own_host, device, config.hidden, dtype)
-    graphs = StepGraphs if links.captures else None
-    part = make_part(
-        checkpoint.config, local, weights, plan, dtype, options, group=links.group, ranks=ranks, make_graphs=graphs
-    )
+    pipeline = Pipeline(ranks, store, channel.own_host, device, config.hidden, dtype)
+    part = make_part(checkpoint.config, local, weights, plan, dtype, options, group=pipeline.group, ranks=ranks)
     channel.say({"ready": True})
-    return part, links
+    return part, pipeline
 
 
 class Worker:
     """A loaded rank."""
 
     def __init__(
-        self, ranks: Ranks, channel: Channel, inbox: queue.Queue[Frame], part: ModelPart, links: Links
+        self, ranks: Ranks, channel: Channel, inbox: queue.Queue[Frame], part: ModelPart, pipeline: Pipeline
     ) -> None:
         self._ranks = ranks
         self._channel = channel
         self._inbox = inbox
         self._part = part
-        self._links = links
-        self._steps: queue.SimpleQueue[tuple[Step, Rows]] = queue.SimpleQueue()  # whose rows come back, in order
-        part.clock.on = ranks.pipeline > 1
+        self._pipeline = pipeline
+        self._steps: queue.SimpleQueue[tuple[Step, ReceivedRows]] = queue.SimpleQueue()  # whose rows come back
 
     @torch.inference_mode()
     def run(self) -> None:
         """Until rank 0 says stop."""
         does: dict[Kind, Callable[[Lists], None]] = {
             Kind.MOVES: lambda lists: self._part.move(moves_from_lists(lists)),
-            Kind.STEP: lambda lists: self._step(Step.from_lists(lists)),
+            Kind.STEP: lambda lists: self._step(step_from_lists(lists)),
             Kind.ROWS: lambda lists: self._rows(),
             Kind.BATCH: self._batch,
             Kind.LOGITS: self._logits,
@@ -130,55 +127,55 @@ class Worker:
             does[frame[0]](unpack(frame[1]))
 
     def _step(self, step: Step) -> None:
-        self._part.places.update_table(step.index, step.pages)
-        received = None if self._ranks.first_stage else self._links.receive(len(step.inputs.ids))
+        self._part.device_rows.update_table(step.table_index, step.table_pages)
+        received = None if self._ranks.first_stage else self._pipeline.receive(len(step.inputs.ids))
         with self._part.clock:
             every, answered = self._part.run(step.inputs, received)
-            if self._ranks.pipeline == 1 and step.inputs.rows and not step.every:
+            if self._ranks.pipeline == 1 and step.inputs.logits_rows and not step.all_tokens:
                 self._part.decoder.logits(answered.hidden)
         if self._ranks.pipeline == 1:
             return
         assert every is not None
-        if self._ranks.first_stage and step.rows:
-            self._steps.put((step, self._links.expect(len(step.rows))))
+        if self._ranks.first_stage and step.wanted:
+            self._steps.put((step, self._pipeline.expect(len(step.wanted))))
         if not self._ranks.last_stage:
-            self._links.send_on(every)
-        elif step.rows:
-            self._links.send_back(every if step.every else answered.hidden)
+            self._pipeline.send_on(every)
+        elif step.wanted:
+            self._pipeline.send_back(every if step.all_tokens else answered.hidden)
 
     def _rows(self) -> None:
         """The rows of the oldest step that is on its way: this rank's part of their logits."""
         step, rows = self._steps.get_nowait()
         hidden = rows.wait()
-        if not step.every:  # else rank 0 says which
+        if not step.all_tokens:  # else rank 0 says which
             with self._part.clock:
                 self._part.decoder.logits(hidden)
 
     def _batch(self, lists: Lists) -> None:
         batch = batch_from_lists(lists, self._part.device)
-        received = None if self._ranks.first_stage else self._links.receive(len(batch.ids))
+        received = None if self._ranks.first_stage else self._pipeline.receive(len(batch.ids))
         hidden = self._part.decoder.hidden_states(batch, self._part.cache, received)
         if self._ranks.pipeline == 1:
             return
-        rows = self._links.expect(len(batch.ids)) if self._ranks.first_stage else None
+        rows = self._pipeline.expect(len(batch.ids)) if self._ranks.first_stage else None
         if self._ranks.last_stage:
-            self._links.send_back(hidden)
+            self._pipeline.send_back(hidden)
         else:
-            self._links.send_on(hidden)
+            self._pipeline.send_on(hidden)
         if rows is not None:
             rows.wait()
 
     def _logits(self, lists: Lists) -> None:
         weights = self._part.decoder.weights
         hidden = weights.embedding.new_empty(lists[0][0], weights.embedding.shape[1])
-        self._part.decoder.logits(self._links.group.broadcast(hidden))
+        self._part.decoder.logits(self._pipeline.group.broadcast(hidden))
 
     def _embed(self, lists: Lists) -> None:
         ids = torch.empty(lists[0][0], dtype=torch.int64, device=self._part.device)
-        self._part.decoder.embeddings(self._links.group.broadcast(ids))
+        self._part.decoder.embeddings(self._pipeline.group.broadcast(ids))
 
     def _keep(self, lists: Lists) -> None:
-        sources, targets = (self._part.places.to_device(slots) for slots in lists)
+        sources, targets = (self._part.device_rows.to_device(kv_slots) for kv_slots in lists)
         keep_path(self._part.cache.pages, sources, targets)
 
     def _capture(self, lists: Lists) -> None:

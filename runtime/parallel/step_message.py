@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from quantkit.runtime.device.model_part import PageMoves
-from quantkit.runtime.device.step_inputs import StepInputs
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.device.step_inputs import PageMoves, Step, StepInputs
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.parallel.channel import Lists
 
 _INPUTS = tuple(field.name for field in fields(StepInputs))
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step for all ranks. `index` and `pages` are what changes in the page table; `every`: the hidden states of all
-    tokens are wanted, not only of those behind which a token is sampled."""
+def step_to_lists(step: Step) -> Lists:
+    inputs = (getattr(step.inputs, name) for name in _INPUTS)
+    return [[int(step.all_tokens)], step.table_index, step.table_pages, *inputs]
 
-    inputs: StepInputs
-    index: list[int]
-    pages: list[int]
-    every: bool = False
 
-    @property
-    def rows(self) -> list[int]:
-        """Of the hidden states, that the first stage gets back."""
-        return list(range(len(self.inputs.ids))) if self.every else self.inputs.rows
-
-    def to_lists(self) -> Lists:
-        return [[int(self.every)], self.index, self.pages, *(getattr(self.inputs, name) for name in _INPUTS)]
-
-    @classmethod
-    def from_lists(cls, lists: Lists) -> Step:
-        (every,), index, pages, *inputs = lists
-        return cls(StepInputs(**dict(zip(_INPUTS, inputs, strict=True))), index, pages, bool(every))
+def step_from_lists(lists: Lists) -> Step:
+    (all_tokens,), index, pages, *inputs = lists
+    return Step(StepInputs(**dict(zip(_INPUTS, inputs, strict=True))), index, pages, bool(all_tokens))
 
 
 def moves_to_lists(moves: PageMoves) -> Lists:
@@ -55,7 +40,7 @@ def moves_from_lists(lists: Lists) -> PageMoves:
 def batch_to_lists(batch: Batch) -> Lists:
     """Waits for the device, which measurements are worth."""
     table = batch.page_table
-    tensors = (batch.ids, batch.positions, batch.slots, table.flatten(), batch.context_lengths, batch.query_starts)
+    tensors = (batch.ids, batch.positions, batch.kv_slots, table.flatten(), batch.context_lengths, batch.query_starts)
     ancestors = [] if batch.ancestors is None else batch.ancestors.tolist()
     return [[batch.max_queries, table.shape[0]], *(tensor.tolist() for tensor in tensors), ancestors]
 
@@ -66,11 +51,11 @@ def batch_from_lists(lists: Lists, device: torch.device) -> Batch:
     def numbers(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
-    ids, positions, slots, table, contexts, starts, ancestors = columns
+    ids, positions, kv_slots, table, contexts, starts, ancestors = columns
     return Batch(
         ids=numbers(ids),
         positions=numbers(positions),
-        slots=numbers(slots),
+        kv_slots=numbers(kv_slots),
         page_table=numbers(table, torch.int32).view(sequences, -1),
         context_lengths=numbers(contexts, torch.int32),
         query_starts=numbers(starts, torch.int32),

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantkit.runtime.core.step_plan import Share, StepPlan
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan
+from quantkit.runtime.core.step_result import Samples
 from quantkit.runtime.sampling.rejection import Proposed
-from quantkit.runtime.sampling.sampler import Samples
 
 
-def accepted_path(share: Share, row: int, tokens: list[int], verified: list[int], coins: list[bool]) -> list[int]:
+def accepted_path(work: Scheduled, row: int, tokens: list[int], verified: list[int], coins: list[bool]) -> list[int]:
     """The way through the guesses that the sampled tokens take, or that coins decide: numbers of guesses.
 
-    The share's last known token has this row, and each of its guesses one behind it.
+    Its last known token has this logits row, and each of its guesses one behind it.
     """
 
     def right(node: int, child: int) -> bool:
@@ -24,29 +24,29 @@ def accepted_path(share: Share, row: int, tokens: list[int], verified: list[int]
 
     path: list[int] = []
     node = -1
-    if not share.parents:
-        while node + 1 < len(share.draft) and right(node, node + 1):
+    if not work.parents:
+        while node + 1 < len(work.draft) and right(node, node + 1):
             node += 1
             path.append(node)
         return path
     while True:
-        children = (child for child, parent in enumerate(share.parents) if parent == node)
+        children = (child for child, parent in enumerate(work.parents) if parent == node)
         following = next((child for child in children if right(node, child)), None)
         if following is None:
             return path
         path.append(node := following)
 
 
-def proposed_guesses(plan: StepPlan, sampling: list[Share], ids: Tensor) -> Proposed | None:
-    """The guesses that were drawn from a distribution. Those of a share are verified by the rows before each."""
+def proposed_guesses(plan: StepPlan, sampling: list[Scheduled], ids: Tensor) -> Proposed | None:
+    """The guesses that were drawn from a distribution. Each is verified by the row before it."""
     rows: list[int] = []
     logits: list[Tensor] = []
     row = 0
-    for share in sampling:
-        if share.draft and share.sequence.id in plan.proposals:
-            rows += range(row, row + len(share.draft))
-            logits.append(plan.proposals[share.sequence.id][: len(share.draft)])
-        row += len(share.draft) + 1
+    for work in sampling:
+        if work.draft and work.sequence.id in plan.proposals:
+            rows += range(row, row + len(work.draft))
+            logits.append(plan.proposals[work.sequence.id][: len(work.draft)])
+        row += len(work.draft) + 1
     if not rows:
         return None
     at = torch.tensor(rows).to(ids.device, non_blocking=True)

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from quantkit.runtime.core.step_plan import Share, StepPlan
-from quantkit.runtime.model.decoder import Decoder
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan
+from quantkit.runtime.core.step_result import PromptLogprobs
+from quantkit.runtime.model.decoder import AnyDecoder
 
 ROWS = 512  # at once: logits of a whole chunk would need gigabytes
 
 
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """Of the prompt tokens from position `first` on: their log-probability, and the most probable ones there."""
-
-    first: int
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-
-    @property
-    def end(self) -> int:
-        """The position behind the last one."""
-        return self.first + len(self.logprobs)
-
-    def since(self, position: int) -> PromptLogprobs:
-        """Those from a position on."""
-        skipped = position - self.first
-        return PromptLogprobs(position, self.logprobs[skipped:], self.top[skipped:])
-
-
 def wants_prompt_logprobs(plan: StepPlan) -> bool:
-    return any(_wanted(share) for share in plan.shares)
+    return any(_wanted(work) for work in plan.scheduled)
 
 
-def prompt_logprobs(decoder: Decoder, hidden: Tensor, plan: StepPlan, starts: list[int]) -> dict[int, PromptLogprobs]:
+def prompt_logprobs(
+    decoder: AnyDecoder, hidden: Tensor, plan: StepPlan, starts: list[int]
+) -> dict[int, PromptLogprobs]:
     """By sequence id. Waits for the device, which such requests are worth."""
     found = {}
-    for share, start in zip(plan.shares, starts, strict=False):
-        if _wanted(share):
-            found[share.sequence.id] = _of_share(decoder, hidden[start : start + share.count], share)
+    for work, start in zip(plan.scheduled, starts, strict=False):
+        if _wanted(work):
+            found[work.sequence.id] = _of_sequence(decoder, hidden[start : start + work.num_tokens], work)
     return found
 
 
-def _wanted(share: Share) -> bool:
-    return share.sequence.needs_all_logits and share.start + 1 < len(share.sequence.prompt)
+def _wanted(work: Scheduled) -> bool:
+    return work.sequence.needs_all_logits and work.start + 1 < len(work.sequence.prompt)
 
 
-def _of_share(decoder: Decoder, hidden: Tensor, share: Share) -> PromptLogprobs:
-    sequence, first = share.sequence, share.start + 1
-    targets = torch.tensor(sequence.prompt[first : first + share.count], device=hidden.device)
+def _of_sequence(decoder: AnyDecoder, hidden: Tensor, work: Scheduled) -> PromptLogprobs:
+    sequence, first = work.sequence, work.start + 1
+    targets = torch.tensor(sequence.prompt[first : first + work.num_tokens], device=hidden.device)
     most = sequence.params.prompt_logprobs or 0
     logprobs: list[float] = []
     top: list[list[tuple[int, float]]] = []

@@ -18,7 +18,7 @@ from quantkit.kernels.reference.sampling import allowed
 class Proposed:
     """Guesses, and the logits that each was drawn from with the parameters of its request."""
 
-    rows: Tensor  # int64 [guesses], whose successor is guessed
+    logits_rows: Tensor  # int64 [guesses], whose successor is guessed
     guesses: Tensor  # int64 [guesses]
     logits: Tensor  # [guesses, vocab]
 

@@ -1,8 +1,8 @@
 """From logits to tokens, on the device: penalties, biases, bans, the draw, and log-probabilities where asked for.
 
-What a step needs from the host is made anew only when the set of sequences changes. Penalties keep, for every place,
-how often each token was answered and whether it stood in the prompt; the tables exist from the first request on that
-asks for a penalty.
+What a step needs from the host is made anew only when the set of sequences changes. Penalties keep, for every row of
+the device's state, how often each token was answered and whether it stood in the prompt; the tables exist from the
+first request on that asks for a penalty.
 
 A sequence that speculates has a row for its last token and one for each guess behind it. What penalties and guides say
 of a row depends on the guesses in front of it.
@@ -19,18 +19,9 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sequence import Guide, Sequence
+from quantkit.runtime.core.step_result import Samples
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.sampling.rejection import Proposed, verify
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Of every sampling sequence, on the device. `top` and `top_logprobs` hold the most probable tokens."""
-
-    tokens: Tensor  # int64 [rows]
-    logprobs: Tensor | None = None  # float32 [rows], before penalties and temperature
-    top: Tensor | None = None  # int64 [rows, most]
-    top_logprobs: Tensor | None = None  # float32 [rows, most]
 
 
 @dataclass(frozen=True)
@@ -48,18 +39,18 @@ Guesses = Ordered[tuple[int, ...]]  # in front of each row
 
 
 class Sampler:
-    def __init__(self, ops: Ops, vocab: int, places: int, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, ops: Ops, vocab: int, num_rows: int, device: torch.device, seed: int = 0) -> None:
         """`seed` is for what no request's own seed decides."""
         self._ops = ops
         self._vocab = vocab
-        self._places = places
+        self._num_rows = num_rows
         self._device = device
         self._settings_of: tuple[int, ...] = ()
         self._settings: Settings | None = None
-        self._answered: Tensor | None = None  # int32 [places, vocab]
-        self._prompted: Tensor | None = None  # bool [places, vocab]
-        self._owners: dict[int, tuple[int, int]] = {}  # place -> sequence whose tokens the tables count, and its stay
-        self._counted: dict[int, int] = {}  # place -> tokens of the answer that the tables count
+        self._answered: Tensor | None = None  # int32 [device rows, vocab]
+        self._prompted: Tensor | None = None  # bool [device rows, vocab]
+        self._owners: dict[int, tuple[int, int]] = {}  # device row -> sequence that the tables count, and its stay
+        self._counted: dict[int, int] = {}  # device row -> tokens of the answer that the tables count
         self._random = torch.Generator(device).manual_seed(seed)
 
     @torch.inference_mode()
@@ -67,12 +58,13 @@ class Sampler:
         self,
         logits: Tensor,
         sequences: Ordered[Sequence],
-        places: Tensor,
+        owner_rows: Tensor,
         positions: Tensor,
         guesses: Guesses | None = None,
         proposed: Proposed | None = None,
     ) -> Samples:
-        """A token for each row of logits [rows, vocab]; `positions` [rows] are those of the tokens in front.
+        """A token for each row of logits [rows, vocab]; `positions` [rows] are those of the tokens in front,
+        `owner_rows` [rows] the device rows of the sequences.
 
         `guesses` stand between what is known of a sequence and each row; `proposed` are the ones that were drawn from
         a distribution, to be accepted by what they had been worth there.
@@ -86,10 +78,10 @@ class Sampler:
             s = self._settings_for(sequences)
             tokens, _ = self._ops.sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions)
             if proposed is not None:
-                at = proposed.rows
+                at = proposed.logits_rows
                 kept = (s.temperature[at], s.top_k[at], s.top_p[at], s.min_p[at])
                 tokens[at] = verify(logits[at], proposed, *kept, self._random)
-        self._count(sequences, places, tokens)
+        self._count(sequences, owner_rows, tokens)
         most = max((sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None),
                    default=None)  # fmt: skip
         return Samples(tokens) if most is None else _with_logprobs(raw, tokens, most)
@@ -141,21 +133,21 @@ class Sampler:
     def _penalize(self, logits: Tensor, rows: list[int], owners: Ordered[Sequence], guesses: Guesses) -> None:
         sequences = [owners[row] for row in rows]
         answered, prompted = self._tables(sequences)
-        places = torch.tensor([sequence.slot for sequence in sequences], device=self._device)
+        owner_rows = torch.tensor([sequence.row for sequence in sequences], device=self._device)
         at = torch.tensor(rows, device=self._device)
         params = [sequence.params for sequence in sequences]
 
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, device=self._device)[:, None]
 
-        counts = answered[places]
+        counts = answered[owner_rows]
         ahead = [(number, token) for number, row in enumerate(rows) for token in guesses[row]]
         if ahead:
             number, token = torch.tensor(ahead, device=self._device).unbind(1)
             counts.index_put_((number, token), counts.new_ones(1), accumulate=True)
         changed = logits[at]
         repetition = column([p.repetition_penalty for p in params])
-        seen = (counts > 0) | prompted[places]
+        seen = (counts > 0) | prompted[owner_rows]
         weaker = torch.where(changed > 0, changed / repetition, changed * repetition)
         changed = torch.where(seen, weaker, changed)
         changed -= counts * column([p.frequency_penalty for p in params])
@@ -164,25 +156,25 @@ class Sampler:
 
     def _tables(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         if self._answered is None or self._prompted is None:
-            shape = (self._places, self._vocab)
+            shape = (self._num_rows, self._vocab)
             self._answered = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._prompted = torch.zeros(shape, dtype=torch.bool, device=self._device)
         for sequence in sequences:
-            stay = (sequence.id, sequence.preempted)
-            if self._owners.get(sequence.slot) != stay:  # new in this place: all its tokens are known
-                self._owners[sequence.slot] = stay
-                self._counted[sequence.slot] = 0
-                self._answered[sequence.slot] = 0
-                self._prompted[sequence.slot] = False
-                self._prompted[sequence.slot, torch.tensor(sequence.prompt, device=self._device)] = True
-            new = sequence.answer[self._counted[sequence.slot] :]
+            stay = (sequence.id, sequence.num_preemptions)
+            if self._owners.get(sequence.row) != stay:  # new in this row: all its tokens are known
+                self._owners[sequence.row] = stay
+                self._counted[sequence.row] = 0
+                self._answered[sequence.row] = 0
+                self._prompted[sequence.row] = False
+                self._prompted[sequence.row, torch.tensor(sequence.prompt, device=self._device)] = True
+            new = sequence.answer[self._counted[sequence.row] :]
             if new:
                 answer = torch.tensor(new, dtype=torch.int64, device=self._device)
-                self._answered[sequence.slot] += torch.bincount(answer, minlength=self._vocab)
-                self._counted[sequence.slot] += len(new)
+                self._answered[sequence.row] += torch.bincount(answer, minlength=self._vocab)
+                self._counted[sequence.row] += len(new)
         return self._answered, self._prompted
 
-    def _count(self, sequences: Ordered[Sequence], places: Tensor, tokens: Tensor) -> None:
+    def _count(self, sequences: Ordered[Sequence], owner_rows: Tensor, tokens: Tensor) -> None:
         """Tokens that the next step must count, though the host may not know them then.
 
         Of a sequence with guesses the host must know which were right before its next step; they are counted there.
@@ -192,9 +184,9 @@ class Sampler:
             times = Counter(one.id for one in sequences)
             rows = [row for row in penalized if times[sequences[row].id] == 1]
             at = torch.tensor(rows, dtype=torch.int64, device=self._device)
-            self._answered[places[at], tokens[at]] += 1
+            self._answered[owner_rows[at], tokens[at]] += 1
             for row in rows:
-                self._counted[sequences[row].slot] += 1
+                self._counted[sequences[row].row] += 1
 
 
 def settings_of(sequences: Ordered[Sequence], seeds: list[int], device: torch.device) -> Settings:

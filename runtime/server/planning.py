@@ -99,7 +99,7 @@ def _need(one: Wanted) -> Need:
     from quantkit.runtime.drafters.setup import find_draft
     from quantkit.runtime.model.config import read_model_config
     from quantkit.runtime.model.lm_head import more_bytes
-    from quantkit.runtime.parallel.crew import refuse_ranks
+    from quantkit.runtime.parallel.peer_ranks import refuse_ranks
     from quantkit.sources import model_folder
 
     try:

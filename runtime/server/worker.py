@@ -24,10 +24,11 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Delta, Engine, Request
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.messages import Message
-from quantkit.runtime.startup import load_tokenizer, start_engine
+from quantkit.runtime.startup import start_engine
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
@@ -120,11 +121,11 @@ class Worker:
         row: list[Any] = [name, delta.index, delta.token, delta.finished, delta.stop_reason, delta.logprob, delta.top]
         first = None
         if len(sequence.answer) == 1:
-            first = [(sequence.started or request.arrived) - request.arrived, sequence.reused]
+            first = [(sequence.started or request.arrived) - request.arrived, sequence.num_reused]
             if delta.index == 0 and request.params.prompt_logprobs is not None:
                 self._send_prompt_logprobs(name, request)
-        if sequence.guessed:
-            return [*row, first, [sequence.guessed, sequence.accepted]]
+        if sequence.num_guessed:
+            return [*row, first, [sequence.num_guessed, sequence.num_accepted]]
         return row if first is None else [*row, first]
 
     def _send_prompt_logprobs(self, name: int, request: Request) -> None:

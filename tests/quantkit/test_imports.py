@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,61 @@ def test_import_direction(file: Path) -> None:
             assert target in ALLOWED[part] | EVERYWHERE, f"{part} must not import quantkit.{target}"
         if part in ("formats", "kernels"):
             assert root in BARE | {"quantkit"}, f"{part} must run on a bare GPU image, but imports {root}"
+
+
+# The rooms of runtime/, from the ground up: a room may import from those below it, and from itself. Those of one floor
+# do not know each other. Files that stand in runtime/ itself are the floor above all rooms but the server's.
+FLOORS = (
+    {"core"},
+    {"model"},
+    {"sampling", "output"},
+    {"device"},
+    {"engine"},
+    {"drafters"},
+    {"parallel"},
+    {"runtime"},
+    {"server"},
+)
+RUNTIME = {
+    ".".join(("quantkit", *file.relative_to(ROOT).with_suffix("").parts)): file
+    for file in sorted((ROOT / "runtime").rglob("*.py"))
+}
+
+
+def runtime_imports(file: Path) -> set[str]:
+    """Modules of runtime/ that a file imports anywhere: at the top, inside functions, and for type checkers only."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {module for module in found if module in RUNTIME}
+
+
+def floor_of(module: str) -> tuple[int, str]:
+    inside = module.removeprefix("quantkit.runtime.").split(".")
+    room = inside[0] if len(inside) > 1 else "runtime"
+    floor = next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
+    assert floor is not None, f"runtime/{room} is new: give it a floor in FLOORS"
+    return floor, room
+
+
+@pytest.mark.parametrize("module", RUNTIME)
+def test_runtime_imports_point_down(module: str) -> None:
+    floor, room = floor_of(module)
+    for imported in sorted(runtime_imports(RUNTIME[module])):
+        below, other = floor_of(imported)
+        assert below < floor or other == room, f"{module} ({room}) must not import {imported}: it runs up a floor"
+
+
+def test_runtime_has_no_circle_of_imports() -> None:
+    below_server = {name: file for name, file in RUNTIME.items() if floor_of(name)[1] != "server"}
+    graph = {name: runtime_imports(file) for name, file in below_server.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("modules import each other: " + " -> ".join(error.args[1]))
 
 
 def test_top_level_folders_shadow_nothing() -> None:

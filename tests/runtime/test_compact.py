@@ -28,7 +28,7 @@ def random_pages(dtype: torch.dtype, device: str = "cpu") -> Tensor:
     return drawn.view(dtype).to(device)
 
 
-def slots(numbers: list[int], device: str = "cpu") -> Tensor:
+def kv_slots(numbers: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
@@ -47,14 +47,14 @@ def test_moves_these_and_nothing_else(name: str, dtype: torch.dtype, device: str
     sources, targets = MOVES[name]
     pages = random_pages(dtype, device)
     expected = moved_one_by_one(pages, sources, targets)
-    keep_path(pages, slots(sources, device), slots(targets, device))
+    keep_path(pages, kv_slots(sources, device), kv_slots(targets, device))
     assert torch.equal(pages.view(torch.uint8), expected)
 
 
 def test_a_cache_that_is_not_contiguous_is_not_copied_in_vain() -> None:
     pages = random_pages(torch.float16).transpose(3, 4)
     with pytest.raises(RuntimeError, match="view"):
-        keep_path(pages, slots([1]), slots([0]))
+        keep_path(pages, kv_slots([1]), kv_slots([0]))
 
 
 def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
@@ -63,7 +63,7 @@ def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
     pages = torch.randn(LAYERS, 2, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM, generator=generator)
     table, old, path = [4, 1, 3, 2], 6, [0, 2, 5]
     where = [table[token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE for token in range(len(table) * PAGE_SIZE)]
-    tree = slots([0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101])
+    tree = kv_slots([0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101])
     q = torch.randn(len(tree), 2 * KV_HEADS, HEAD_DIM, generator=generator)
 
     def attend(layer: int, q: Tensor, context: int, ancestors: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
 
     before = [attend(layer, q, old + len(tree), tree)[path] for layer in range(LAYERS)]
     sources, targets = [where[old + node] for node in path], where[old : old + len(path)]
-    keep_path(pages, slots(sources), slots(targets))
+    keep_path(pages, kv_slots(sources), kv_slots(targets))
     for layer in range(LAYERS):
         assert torch.allclose(attend(layer, q[path], old + len(path)), before[layer], rtol=1e-12, atol=0.0)
 
@@ -80,14 +80,14 @@ def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
 @pytest.mark.gpu
 def test_graph_replays_with_other_slots() -> None:
     pages = random_pages(torch.bfloat16, "cuda")
-    untouched, sources, targets = pages.clone(), slots([1, 2], "cuda"), slots([3, 4], "cuda")
+    untouched, sources, targets = pages.clone(), kv_slots([1, 2], "cuda"), kv_slots([3, 4], "cuda")
     keep_path(pages, sources, targets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         keep_path(pages, sources, targets)
     for move in (([9, 10], [8, 9]), ([0, 19], [19, 0])):
         pages.copy_(untouched)
-        sources.copy_(slots(move[0]))
-        targets.copy_(slots(move[1]))
+        sources.copy_(kv_slots(move[0]))
+        targets.copy_(kv_slots(move[1]))
         graph.replay()
         assert torch.equal(pages.view(torch.uint8), moved_one_by_one(untouched, *move))

@@ -74,7 +74,7 @@ def _guided_answers(options: dict[str, object]) -> list[str]:
         assert answers[2] in ("yes", "no", "perhaps")
         assert {ends[request.id, index] for request in guided} == {"stop"}
     if "draft" in str(options):
-        assert sum(sequence.accepted for request in guided for sequence in request.sequences) > 5
+        assert sum(sequence.num_accepted for request in guided for sequence in request.sequences) > 5
     alone = LLM("demo", device="cpu", max_context=160).generate(["The function returns", "In the year"], free)
     assert [texts[request.id, 0] for request in plain] == [one.text for one in alone]
     return [texts[request.id, index] for request in guided for index in range(2)]

@@ -111,8 +111,8 @@ def test_a_finished_request_leaves_its_prefix_behind(start: Start) -> None:
     second = engine.add([*first.prompt, *answer, *prompt_of(9, seed=1)], greedy(4))
     again = engine.add(first.prompt, greedy(28))
     answers = finish(engine)
-    assert second.sequences[0].reused == 112  # of 127 tokens with keys and values, those in full pages of 16
-    assert again.sequences[0].reused == 96
+    assert second.sequences[0].num_reused == 112  # of 127 tokens with keys and values, those in full pages of 16
+    assert again.sequences[0].num_reused == 96
     assert answers[again.id, 0] == answer
 
 
@@ -125,7 +125,7 @@ def test_equal_pages_behind_other_tokens_are_not_shared(start: Start) -> None:
     for prompt, reused in (([*y, 5], 0), ([*z, *y, 5], 0), ([*x, *x, *y, 5], 16), ([*x, *y, 6], 32)):
         request = engine.add(prompt, greedy(4))
         answer = finish(engine)[request.id, 0]
-        assert request.sequences[0].reused == reused
+        assert request.sequences[0].num_reused == reused
         fresh = start(share_prefixes=False)
         alone = fresh.add(prompt, greedy(4))
         assert finish(fresh)[alone.id, 0] == answer
@@ -251,7 +251,7 @@ def state_of(request: Request) -> str:
     first = request.sequences[0]
     if not first.pages:
         return "waits"
-    return "answers" if first.computed >= len(first.prompt) else "is in its prompt"
+    return "answers" if first.num_computed >= len(first.prompt) else "is in its prompt"
 
 
 def test_abort_of_nothing(start: Start) -> None:
@@ -266,7 +266,7 @@ def test_abort_of_nothing(start: Start) -> None:
     done = engine.add(prompt_of(40), greedy(2))
     finish(engine)
     engine.abort(done.id)
-    assert done.sequences[0].finished == "length"
+    assert done.sequences[0].finish_reason == "length"
     engine.check_integrity()
 
 
@@ -310,7 +310,7 @@ def test_the_first_to_come_is_never_preempted(start: Start) -> None:
     requests = [engine.add(prompt_of(10, seed=number), greedy(90), arrived=number) for number in range(6)]
     answers = finish(engine)
     assert all(len(answer) == 90 for answer in answers.values())
-    counts = [request.sequences[0].preempted for request in requests]
+    counts = [request.sequences[0].num_preemptions for request in requests]
     assert counts[0] == 0
     assert engine.scheduler.preemptions == sum(counts) > 0
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quantkit.runtime.engine.page_pool import PADDING_PAGE, PagePool, page_digest
+from quantkit.runtime.core.pages import PADDING_PAGE, page_digest
+from quantkit.runtime.engine.page_pool import PagePool
 
 
 def pool_of(usable: int, share_prefixes: bool = True) -> PagePool:

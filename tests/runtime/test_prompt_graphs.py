@@ -22,7 +22,7 @@ def padded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LLM, list[P
     monkeypatch.setattr(prompt_graphs, "capture_graph", Replayed)
     llm = LLM("demo", device="cpu", **options)
     part = llm.engine.runner.part
-    graphs = PromptGraphs(part.decoder, part.cache, part.places, None)
+    graphs = PromptGraphs(part.decoder, part.cache, part.device_rows, None)
     part.prompt_graphs = graphs
     made: list[PromptKey] = []
     capture = graphs.capture

@@ -10,20 +10,21 @@ from torch import Tensor
 
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_result import Samples
 from quantkit.runtime.model.ops import ops_for
-from quantkit.runtime.sampling.sampler import Sampler, Samples
+from quantkit.runtime.sampling.sampler import Sampler
 
 VOCAB = 24
-PLACES = 4
+NUM_ROWS = 4
 CPU = torch.device("cpu")
 OPS = ops_for(CPU, torch.float32)
 ids = count()
 
 
-def sequence_of(prompt: list[int], slot: int = 0, ends: tuple[int, ...] = (), **params: object) -> Sequence:
+def sequence_of(prompt: list[int], row: int = 0, ends: tuple[int, ...] = (), **params: object) -> Sequence:
     asked = SamplingParams(**params)  # type: ignore[arg-type]
     made = Sequence(next(ids), prompt, asked, 0.0, asked.seed or 0, asked.max_tokens or 64, end_tokens=ends)
-    made.slot = slot
+    made.row = row
     return made
 
 
@@ -36,7 +37,7 @@ def make_sampler(seen: list[Tensor] | None = None) -> Sampler:
         chosen: tuple[Tensor, Tensor] = OPS.greedy(logits)
         return chosen
 
-    return Sampler(replace(OPS, greedy=greedy), VOCAB, PLACES, CPU)
+    return Sampler(replace(OPS, greedy=greedy), VOCAB, NUM_ROWS, CPU)
 
 
 def make_logits(rows: int, seed: int = 0) -> Tensor:
@@ -45,13 +46,13 @@ def make_logits(rows: int, seed: int = 0) -> Tensor:
 
 def draw(sampler: Sampler, sequences: list[Sequence], logits: Tensor) -> Samples:
     """One step as the engine takes it: the new token is on its way while the sampler runs."""
-    places = torch.tensor([sequence.slot for sequence in sequences])
+    owner_rows = torch.tensor([sequence.row for sequence in sequences])
     positions = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences])
     for sequence in sequences:
-        sequence.pending += 1
-    samples = sampler(logits, sequences, places, positions)
+        sequence.num_pending += 1
+    samples = sampler(logits, sequences, owner_rows, positions)
     for sequence, token in zip(sequences, samples.tokens.tolist(), strict=True):
-        sequence.pending -= 1
+        sequence.num_pending -= 1
         sequence.tokens.append(token)
     return samples
 
@@ -89,7 +90,7 @@ def test_logits_are_shaped_as_defined(name: str) -> None:
     seen: list[Tensor] = []
     sampler = make_sampler(seen)
     sequence = sequence_of([1, 2, 2, 5], **PENALTIES[name])
-    plain = sequence_of([1, 2, 3], slot=1)
+    plain = sequence_of([1, 2, 3], row=1)
     for step in range(12):
         logits = make_logits(2, step % 3)  # few of them, so that tokens come again
         expected = torch.tensor([shaped(logits[0].tolist(), sequence), logits[1].tolist()])
@@ -101,7 +102,7 @@ def test_logits_are_shaped_as_defined(name: str) -> None:
 def test_logits_of_the_caller_stay() -> None:
     logits = make_logits(2).bfloat16()
     before = logits.clone()
-    draw(make_sampler(), [sequence_of([1], **PENALTIES["all"]), sequence_of([2], slot=1, min_tokens=3)], logits)
+    draw(make_sampler(), [sequence_of([1], **PENALTIES["all"]), sequence_of([2], row=1, min_tokens=3)], logits)
     assert torch.equal(logits, before)
 
 
@@ -111,7 +112,7 @@ def test_no_end_before_the_least_number_of_tokens(temperature: float) -> None:
     logits = torch.full((2, VOCAB), -5.0)
     logits[:, ends] = 20.0
     held = sequence_of([1], ends=ends, min_tokens=3, temperature=temperature, logit_bias={9: 100})
-    free = sequence_of([1], slot=1, ends=ends, temperature=temperature)
+    free = sequence_of([1], row=1, ends=ends, temperature=temperature)
     sampler = make_sampler()
     for _ in range(5):
         draw(sampler, [held, free], logits)
@@ -124,11 +125,11 @@ def test_ends_are_banned_beside_tokens_on_their_way() -> None:
     sequence = sequence_of([1], ends=(4,), min_tokens=2)
     logits = torch.zeros(1, VOCAB)
     logits[0, 4] = 9.0
-    sampler, place = make_sampler(), torch.tensor([0])
+    sampler, owner_rows = make_sampler(), torch.tensor([0])
     found = []
     for pending in (1, 2, 3):  # none of them has come back
-        sequence.pending = pending
-        found.append(int(sampler(logits, [sequence], place, torch.tensor([pending - 1])).tokens))
+        sequence.num_pending = pending
+        found.append(int(sampler(logits, [sequence], owner_rows, torch.tensor([pending - 1])).tokens))
     assert [token == 4 for token in found] == [False, False, True]
 
 
@@ -142,10 +143,10 @@ def run_seeded(batches: list[list[Sequence]], steps: int = 10) -> None:
 
 
 def test_a_seed_means_the_same_in_every_batch() -> None:
-    def make(seed: int, slot: int = 0) -> Sequence:
-        return sequence_of([1, 2], slot, seed=seed, temperature=0.9, top_p=0.95, presence_penalty=0.5)
+    def make(seed: int, row: int = 0) -> Sequence:
+        return sequence_of([1, 2], row, seed=seed, temperature=0.9, top_p=0.95, presence_penalty=0.5)
 
-    alone, first, last, greedy = make(7), make(7, 0), make(7, 3), sequence_of([1, 2], slot=1)
+    alone, first, last, greedy = make(7), make(7, 0), make(7, 3), sequence_of([1, 2], row=1)
     run_seeded([[alone], [first, make(8, 1), greedy], [make(9, 2), make(8, 1), last]])
     assert alone.answer == first.answer == last.answer
     other = make(8)
@@ -154,8 +155,8 @@ def test_a_seed_means_the_same_in_every_batch() -> None:
 
 
 def test_a_batch_may_change_between_steps() -> None:
-    a, b, c = (sequence_of([1], slot, seed=slot, temperature=1.0) for slot in range(3))
-    wanted = [sequence_of([1], 0, seed=slot, temperature=1.0) for slot in range(3)]
+    a, b, c = (sequence_of([1], row, seed=row, temperature=1.0) for row in range(3))
+    wanted = [sequence_of([1], 0, seed=row, temperature=1.0) for row in range(3)]
     run_seeded([[one] for one in wanted], steps=4)
     sampler = make_sampler()
     for sequences in ([a, b, c], [c, a, b], [b], [c, a], [a, c, b], [b, a, c]):
@@ -166,9 +167,9 @@ def test_a_batch_may_change_between_steps() -> None:
 
 
 def test_answers_to_one_prompt_differ() -> None:
-    sequences = [sequence_of([1], slot, seed=5 + slot, temperature=1.5) for slot in range(PLACES)]
+    sequences = [sequence_of([1], row, seed=5 + row, temperature=1.5) for row in range(NUM_ROWS)]
     run_seeded([sequences])
-    assert len({tuple(sequence.answer) for sequence in sequences}) == PLACES
+    assert len({tuple(sequence.answer) for sequence in sequences}) == NUM_ROWS
 
 
 def test_greedy_and_sampled_rows_in_one_batch() -> None:
@@ -225,26 +226,26 @@ def test_a_place_starts_afresh_with_its_next_sequence() -> None:
     seen: list[Tensor] = []
     sampler = make_sampler(seen)
     for prompt in ([1, 2, 3], [4], [1, 2, 3]):
-        check_next_logits(sampler, seen, sequence_of(prompt, slot=2, **PENALTIES["all"]), steps=4)
+        check_next_logits(sampler, seen, sequence_of(prompt, row=2, **PENALTIES["all"]), steps=4)
 
 
 def test_a_place_lent_to_a_sequence_without_penalties() -> None:
     seen: list[Tensor] = []
     sampler = make_sampler(seen)
-    sequence = sequence_of([1, 2], slot=1, **PENALTIES["all"])
+    sequence = sequence_of([1, 2], row=1, **PENALTIES["all"])
     check_next_logits(sampler, seen, sequence, steps=3)
-    check_next_logits(sampler, seen, sequence_of([5], slot=1), steps=3)
+    check_next_logits(sampler, seen, sequence_of([5], row=1), steps=3)
     check_next_logits(sampler, seen, sequence, steps=3)
 
 
-@pytest.mark.parametrize("slots", [(0, 0), (0, 1), (0, 1, 0), (0, 1, 2, 0, 1)], ids=str)
-def test_counts_are_right_after_preemptions(slots: tuple[int, ...]) -> None:
-    """Who comes back may get its old place, another one, or one that it had before that."""
+@pytest.mark.parametrize("rows", [(0, 0), (0, 1), (0, 1, 0), (0, 1, 2, 0, 1)], ids=str)
+def test_counts_are_right_after_preemptions(rows: tuple[int, ...]) -> None:
+    """Who comes back may get its old owner_rows, another one, or one that it had before that."""
     seen: list[Tensor] = []
     sampler = make_sampler(seen)
     sequence = sequence_of([1, 2], **PENALTIES["all"])
-    for times, slot in enumerate(slots):
-        sequence.slot, sequence.preempted = slot, times
+    for times, row in enumerate(rows):
+        sequence.row, sequence.num_preemptions = row, times
         check_next_logits(sampler, seen, sequence, steps=3)
 
 
@@ -285,7 +286,7 @@ def test_draws_follow_the_distribution(cuts: dict[str, float], survivors: int) -
     assert len(expected) == survivors
     sequences = [Sequence(seed, [0], params, 0.0, seed, 64) for seed in range(200) for _ in range(100)]
     positions = torch.arange(100).repeat(200)  # 20,000 draws: 200 seeds at 100 positions each
-    sampler = Sampler(OPS, len(row), PLACES, CPU)
+    sampler = Sampler(OPS, len(row), NUM_ROWS, CPU)
     tokens = sampler(torch.tensor([row] * 20_000), sequences, torch.zeros(20_000, dtype=torch.int64), positions).tokens
     found = tokens.bincount(minlength=len(row)).tolist()
     assert sum(found[token] for token in expected) == 20_000, "a token was drawn that is cut off"

@@ -6,6 +6,7 @@ a page that is shared wrongly, reused too early, copied too late or not at all s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
@@ -16,20 +17,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.pages import PADDING_PAGE
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import FROM_PLACE, Share, StepPlan
+from quantkit.runtime.core.step_plan import FROM_ROW, Scheduled, StepPlan
+from quantkit.runtime.core.step_result import Outcome, PromptLogprobs, Sampled
 from quantkit.runtime.device.memory import MemoryPlan
-from quantkit.runtime.device.runner import Outcome, Sampled
 from quantkit.runtime.device.step_inputs import InputMaker, TableChanges
 from quantkit.runtime.engine.engine import Engine, Request
-from quantkit.runtime.engine.page_pool import PADDING_PAGE
 from quantkit.runtime.engine.scheduler import Scheduler
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 from quantkit.runtime.llm import Answer, _generation
-from quantkit.runtime.sampling.prompt_logprobs import PromptLogprobs
 
 END = 2
 VOCAB = 3
@@ -49,10 +49,10 @@ def chained(tokens: list[int]) -> list[int]:
     return found
 
 
-def numbered(share: Share) -> PromptLogprobs:
+def numbered(work: Scheduled) -> PromptLogprobs:
     """In place of log-probabilities, the positions that they are for."""
-    positions = range(share.start + 1, min(share.start + share.count + 1, len(share.sequence.prompt)))
-    return PromptLogprobs(share.start + 1, [float(at) for at in positions], [[] for _ in positions])
+    positions = range(work.start + 1, min(work.start + work.num_tokens + 1, len(work.sequence.prompt)))
+    return PromptLogprobs(work.start + 1, [float(at) for at in positions], [[] for _ in positions])
 
 
 def drawn(seed: int, position: int) -> int:
@@ -63,73 +63,63 @@ def drawn(seed: int, position: int) -> int:
 class Guesser:
     """Drafts that are right half of the time, and as long as asked for or shorter."""
 
-    tree: tuple[int, ...] = ()
-    early = True
-
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         random = Random(len(sequence.tokens) * 31 + sequence.seed)
         right = [drawn(sequence.seed, len(sequence.tokens) + ahead) for ahead in range(random.randint(0, most))]
         return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right]
 
-    def complete(self, plan: StepPlan) -> None:
+    def observe(self, launched: Any, outcomes: list[Outcome], ended: Collection[int]) -> None:
         pass
 
     def follow(self, launched: Any) -> None:
-        pass
-
-    def learn(self, launched: Any, outcomes: list[Outcome]) -> None:
-        pass
-
-    def see(self, outcome: Outcome) -> None:
-        pass
-
-    def forget(self, sequence: Sequence) -> None:
         pass
 
 
 class PaperRunner:
     """Does what `Runner` documents, with lists. A step is done when it is launched; the host asks for it later."""
 
-    def __init__(self, pages: int, page_size: int, places: int, width: int) -> None:
+    def __init__(self, pages: int, page_size: int, rows: int, width: int) -> None:
         self.size = page_size
         self.pages = [[0] * page_size for _ in range(pages)]
-        self.table = [[PADDING_PAGE] * width for _ in range(places)]
-        self.last_token = [END] * places
+        self.table = [[PADDING_PAGE] * width for _ in range(rows)]
+        self.last_token = [END] * rows
         self.truth: dict[int, list[int]] = {}  # by sequence: its tokens, those that the host has not seen included
         self.host: dict[int, list[list[int]]] = {}  # by sequence: pages that were swapped out
         self.guessed: dict[int, tuple[int, int]] = {}  # by sequence, until the host asks: guesses right and wrong
-        self._changes = TableChanges(places, width)
+        self._changes = TableChanges(rows, width)
         self._maker = InputMaker(page_size)
         self._width = width
 
     def prepare(self, plan: StepPlan) -> None:
         self.move_pages(plan)
         for index, page in zip(*self._changes.of(plan), strict=True):
-            place, column = divmod(index, self._width)
-            self.table[place][column] = page
+            row, column = divmod(index, self._width)
+            self.table[row][column] = page
 
     def launch(self, plan: StepPlan) -> Any:
         inputs = self._maker.make(plan)
-        for number, share in enumerate(plan.shares):
+        for number, work in enumerate(plan.scheduled):
             first, last = inputs.starts[number : number + 2]
-            self._write(share, inputs.ids[first:last], inputs.positions[first:last], inputs.slots[first:last])
-        for share, place, context in zip(plan.shares, inputs.places, inputs.contexts, strict=True):
-            self.check_contents(share.sequence, self.table[place], context, share.draft)
+            self._write(work, inputs.ids[first:last], inputs.positions[first:last], inputs.kv_slots[first:last])
+        for work, row, context in zip(plan.scheduled, inputs.rows, inputs.contexts, strict=True):
+            self.check_contents(work.sequence, self.table[row], context, work.draft)
         samples = []
-        for share in plan.shares:
-            if share.samples:
-                samples.append(Outcome(share, self._verify(share)))
-                self.last_token[share.sequence.slot] = samples[-1].tokens[-1].token
-                right = samples[-1].accepted
-                self.guessed[share.sequence.id] = right, len(share.draft) - right
-        asked = [share for share in plan.shares if share.sequence.needs_all_logits]
-        return SimpleNamespace(
-            plan=plan, samples=samples, prompts={share.sequence.id: numbered(share) for share in asked}
-        )
+        for work in plan.scheduled:
+            if work.samples:
+                samples.append(Outcome(work, self._verify(work)))
+                self.last_token[work.sequence.row] = samples[-1].tokens[-1].token
+                right = samples[-1].num_accepted
+                self.guessed[work.sequence.id] = right, len(work.draft) - right
+        asked = [work for work in plan.scheduled if work.sequence.needs_all_logits]
+        prompts = {work.sequence.id: numbered(work) for work in asked}
+        return SimpleNamespace(launched=SimpleNamespace(plan=plan, samples=samples, prompts=prompts))
+
+    def arrived(self, flight: Any) -> Any:
+        return flight.launched
 
     def collect(self, launched: Any) -> list[Outcome]:
         for outcome in launched.samples:
-            self.guessed.pop(outcome.share.sequence.id, None)
+            self.guessed.pop(outcome.scheduled.sequence.id, None)
         return list(launched.samples)
 
     def check_contents(self, sequence: Sequence, pages: list[int], context: int, draft: tuple[int, ...] = ()) -> None:
@@ -137,23 +127,23 @@ class PaperRunner:
         truth = [*self.truth[sequence.id], *draft]
         assert read == chained(truth[:context]), f"sequence {sequence.id} reads what is not its own"
 
-    def _write(self, share: Share, ids: list[int], positions: list[int], slots: list[int]) -> None:
-        sequence = share.sequence
-        tokens = [*self.truth.setdefault(sequence.id, list(sequence.prompt)), *share.draft]
+    def _write(self, work: Scheduled, ids: list[int], positions: list[int], kv_slots: list[int]) -> None:
+        sequence = work.sequence
+        tokens = [*self.truth.setdefault(sequence.id, list(sequence.prompt)), *work.draft]
         values = chained(tokens)
-        for token, position, slot in zip(ids, positions, slots, strict=True):
-            sent = self.last_token[sequence.slot] if token == FROM_PLACE else token
+        for token, position, kv_slot in zip(ids, positions, kv_slots, strict=True):
+            sent = self.last_token[sequence.row] if token == FROM_ROW else token
             assert sent == tokens[position], f"sequence {sequence.id} computes another token at {position}"
-            page, inside = divmod(slot, self.size)
+            page, inside = divmod(kv_slot, self.size)
             assert page != PADDING_PAGE
             self.pages[page][inside] = values[position]
 
-    def _verify(self, share: Share) -> list[Sampled]:
+    def _verify(self, work: Scheduled) -> list[Sampled]:
         """A token behind each guess, as far as guesses are right."""
-        tokens = self.truth[share.sequence.id]
+        tokens = self.truth[work.sequence.id]
         found = []
-        for guess in (*share.draft, None):
-            found.append(Sampled(drawn(share.sequence.seed, len(tokens))))
+        for guess in (*work.draft, None):
+            found.append(Sampled(drawn(work.sequence.seed, len(tokens))))
             tokens.append(found[-1].token)
             if found[-1].token != guess:
                 break
@@ -168,7 +158,6 @@ class PaperRunner:
             kept = self.host.pop(sequence.id)[: len(given)]  # pages of a draft that was wrong stay behind
             for page, contents in zip(given, kept, strict=True):
                 self.pages[page] = contents
-            sequence.swapped = None
         copied = [(target, list(self.pages[source])) for source, target in plan.copies]
         for target, contents in copied:
             self.pages[target] = contents
@@ -187,7 +176,7 @@ class WatchedScheduler(Scheduler):
     """Checks every plan against what the scheduler promises."""
 
     def schedule(self) -> StepPlan:
-        before = [Before(one.id, one.length - one.computed, one.must_wait) for one in self.running]
+        before = [Before(one.id, one.length - one.num_computed, one.must_wait) for one in self.running]
         plan = super().schedule()
         self._check_shares(plan)
         left = self._check_running(before, plan)
@@ -197,15 +186,15 @@ class WatchedScheduler(Scheduler):
     def _check_shares(self, plan: StepPlan) -> None:
         assert plan.tokens <= self.limits.tokens
         assert len(self.running) <= self.limits.sequences
-        assert len({share.sequence.id for share in plan.shares}) == len(plan.shares)
-        for share in plan.shares:
-            reached, length = share.start + share.count, share.sequence.length - share.samples
-            assert share.count > len(share.draft)
-            assert share.samples == (reached - len(share.draft) == length)
-            assert reached == share.sequence.computed
-            assert reached <= len(share.sequence.prompt) + share.sequence.max_new
-            assert list(share.draft) == share.sequence.draft[: len(share.draft)]
-            assert share.sequence in self.running
+        assert len({work.sequence.id for work in plan.scheduled}) == len(plan.scheduled)
+        for work in plan.scheduled:
+            reached, length = work.start + work.num_tokens, work.sequence.length - work.samples
+            assert work.num_tokens > len(work.draft)
+            assert work.samples == (reached - len(work.draft) == length)
+            assert reached == work.sequence.num_computed
+            assert reached <= len(work.sequence.prompt) + work.sequence.max_new
+            assert list(work.draft) == work.sequence.draft[: len(work.draft)]
+            assert work.sequence in self.running
 
     def _check_running(self, before: list[Before], plan: StepPlan) -> int:
         """Running sequences are served by rank; prompts leave a token for each answer behind them.
@@ -213,8 +202,8 @@ class WatchedScheduler(Scheduler):
         Returns what is left of the budget."""
         gone = [sequence.id for sequence in plan.preempted]
         assert sorted(gone) == sorted(state.id for state in before[len(before) - len(gone) :]), "the last ones give way"
-        served = {share.sequence.id: share.count - len(share.draft) for share in plan.shares}
-        guesses = {share.sequence.id: len(share.draft) for share in plan.shares}
+        served = {work.sequence.id: work.num_tokens - len(work.draft) for work in plan.scheduled}
+        guesses = {work.sequence.id: len(work.draft) for work in plan.scheduled}
         left = self.limits.tokens
         able = [state for state in before if not state.waits]
         for place, state in enumerate(able):
@@ -232,17 +221,17 @@ class WatchedScheduler(Scheduler):
         return left
 
     def _check_admitted(self, known: set[int], left: int, plan: StepPlan) -> None:
-        """Waiting sequences are admitted by rank as long as budget, places and pages last."""
-        admitted = [share for share in plan.shares if share.sequence.id not in known]
-        ranks = [share.sequence.rank for share in admitted] + [sequence.rank for sequence in self.waiting]
+        """Waiting sequences are admitted by rank as long as budget, device rows and pages last."""
+        admitted = [work for work in plan.scheduled if work.sequence.id not in known]
+        ranks = [work.sequence.rank for work in admitted] + [sequence.rank for sequence in self.waiting]
         assert not admitted or ranks == sorted(ranks)
-        for share in admitted:
-            length = share.sequence.length - share.samples
-            assert share.count == min(length - share.start, left)
-            left -= share.count
+        for work in admitted:
+            length = work.sequence.length - work.samples
+            assert work.num_tokens == min(length - work.start, left)
+            left -= work.num_tokens
         if plan.preempted:
             assert not admitted, "who gives way must not be overtaken in the same step"
-        elif self.waiting and left and len(self.running) < self.limits.sequences and not self.waiting[0].pending:
+        elif self.waiting and left and len(self.running) < self.limits.sequences and not self.waiting[0].num_pending:
             reserve = int(self.pool.usable * self.limits.reserve) if self.running else 0
             pages = -(-self.waiting[0].length // self.pool.page_size)
             assert pages + reserve + 1 > self.pool.free, "the first in line would fit"
@@ -267,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from((2, 4)),
         usable=st.integers(4, 16),
-        places=st.sampled_from((1, 2, 3, 4, 6)),
+        rows=st.sampled_from((1, 2, 3, 4, 6)),
         budget=st.sampled_from((2, 5, 8, 16)),
         swap=st.sampled_from((0, 10, 50)),
         reserve=st.sampled_from((0.0, 0.0, 0.2)),
@@ -279,7 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         page_size: int,
         usable: int,
-        places: int,
+        rows: int,
         budget: int,
         swap: int,
         reserve: float,
@@ -291,17 +280,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = MemoryPlan(0, 0, 0, 0, PAGE_BYTES, page_size, usable + 1, context)
         options = EngineOptions(
             device="cpu",
-            max_sequences=places,
+            max_sequences=rows,
             step_tokens=budget,
             swap_gib=float(swap),
             overlap=overlap,
             share_prefixes=share_prefixes,
         )
-        self.runner = PaperRunner(usable + 1, page_size, places, usable)
+        self.runner = PaperRunner(usable + 1, page_size, rows, usable)
         config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
         runner: Any = self.runner
         self.engine = Engine(config, runner, plan, options)
-        self.engine.speculation = Speculation(Guesser(), Whim(guesses)) if guesses else Speculation()
+        self.engine.speculation = Speculation(Guesser(), Whim(guesses), early=Guesser()) if guesses else Speculation()
         made = self.engine.scheduler
         self.scheduler = WatchedScheduler(made.pool, replace(made.limits, reserve=reserve))
         self.engine.scheduler = self.scheduler
@@ -357,7 +346,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.requests:
             for sequence in request.sequences:
                 self._check_answer(sequence)
-            if request.params.prompt_logprobs is not None and request.sequences[0].finished != "abort":
+            if request.params.prompt_logprobs is not None and request.sequences[0].finish_reason != "abort":
                 found = _generation(request, [Answer(0)], request.prompt).prompt_logprobs
                 assert found == [None, *range(1, len(request.prompt))], "log-probabilities of the prompt, each once"
 
@@ -365,11 +354,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def everything_is_in_order(self) -> None:
         self.engine.check_integrity()
         living = [*self.scheduler.running, *self.scheduler.waiting]
-        swapped = sum(sequence.swapped.pages for sequence in living if sequence.swapped is not None)
+        swapped = sum(sequence.swapped.num_pages for sequence in living if sequence.swapped is not None)
         assert self.scheduler.swapped_pages == swapped <= self.scheduler.limits.swap_pages
         for sequence in self.scheduler.running:
             _, wrong = self.runner.guessed.get(sequence.id, (0, 0))
-            self.runner.check_contents(sequence, sequence.pages, sequence.computed - wrong)
+            self.runner.check_contents(sequence, sequence.pages, sequence.num_computed - wrong)
         for sequence in living:
             truth = self.runner.truth.get(sequence.id, sequence.prompt)
             right, _ = self.runner.guessed.get(sequence.id, (0, 0))
@@ -389,13 +378,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sound = True
 
     def _check_answer(self, sequence: Sequence) -> None:
-        assert sequence.finished in ("stop", "length", "abort")
+        assert sequence.finish_reason in ("stop", "length", "abort")
         answer = sequence.answer
         assert END not in answer[:-1]
-        if sequence.finished != "abort":
-            assert (answer[-1] == END) == (sequence.finished == "stop")
-            assert len(answer) == sequence.max_new or sequence.finished == "stop"
-        assert 0 <= sequence.reused < len(sequence.prompt)
+        if sequence.finish_reason != "abort":
+            assert (answer[-1] == END) == (sequence.finish_reason == "stop")
+            assert len(answer) == sequence.max_new or sequence.finish_reason == "stop"
+        assert 0 <= sequence.num_reused < len(sequence.prompt)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
@@ -411,7 +400,7 @@ def run_traffic(seed: int, *, actions: int) -> SchedulerMachine:
     machine.start(
         page_size=dice.choice((2, 4)),
         usable=dice.randint(6, 18),
-        places=dice.randint(2, 8),
+        rows=dice.randint(2, 8),
         budget=dice.choice((2, 6, 10, 30)),
         swap=dice.choice((0, 10, 50)),
         reserve=dice.choice((0.0, 0.1)),

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.errors import InputError
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import StepPlan
+from quantkit.runtime.core.step_result import Launched, Samples
 from quantkit.runtime.drafters import draft_model
 from quantkit.runtime.drafters.draft_loop import DraftLoop
 from quantkit.runtime.drafters.ngram import NgramDrafter
@@ -70,7 +73,7 @@ def serve(llm: LLM, seed: int) -> tuple[list[Request], Engine]:
 
 
 def told(requests: list[Request]) -> list[tuple[list[int], str | None]]:
-    return [(sequence.answer, sequence.finished) for request in requests for sequence in request.sequences]
+    return [(sequence.answer, sequence.finish_reason) for request in requests for sequence in request.sequences]
 
 
 @pytest.fixture(scope="module")
@@ -190,13 +193,14 @@ def test_log_probabilities_are_those_of_plain_decoding() -> None:
 def test_lookup_finds_what_followed_before() -> None:
     drafter = NgramDrafter()
     sequence = Sequence(0, [5, 6, 7, 8, 9, 1, 2, 6, 7], SamplingParams(), 0.0, 0, 8)
-    assert drafter.guess(sequence, 3) == [8, 9, 1]
-    assert drafter.guess(sequence, 9) == [8, 9, 1, 2, 6, 7]
+    assert drafter.propose(sequence, 3) == [8, 9, 1]
+    assert drafter.propose(sequence, 9) == [8, 9, 1, 2, 6, 7]
     sequence.tokens += [8, 3]
-    assert drafter.guess(sequence, 4) == []
+    assert drafter.propose(sequence, 4) == []
     sequence.tokens += [6, 7]  # stood there twice: the later one counts
-    assert drafter.guess(sequence, 2) == [8, 3]
-    drafter.forget(sequence)
+    assert drafter.propose(sequence, 2) == [8, 3]
+    nothing = Launched(StepPlan([]), [], Samples(torch.zeros(0)), None, {}, None)
+    drafter.observe(nothing, [], [sequence.id])
     assert drafter._indexes == {}
 
 

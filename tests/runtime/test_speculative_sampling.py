@@ -16,8 +16,9 @@ from torch import Tensor
 from quantkit.kernels.reference import sampling
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import Share, StepPlan
-from quantkit.runtime.device.runner import Launched, Outcome, Runner
+from quantkit.runtime.core.step_plan import Scheduled, StepPlan
+from quantkit.runtime.core.step_result import Launched, Outcome
+from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.sampling.rejection import Proposed
 from quantkit.runtime.sampling.sampler import Sampler
@@ -47,17 +48,19 @@ def verified(
 ) -> list[Outcome]:
     """The real sampler and the real verdict, on logits of the chain. `proposals`: guesses were drawn from OTHER."""
     sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"), seed=position)
-    shares = [Share(one, position, 1 + len(draft), True, draft) for one, draft in zip(sequences, drafts, strict=True)]
+    scheduled = [
+        Scheduled(one, position, 1 + len(draft), True, draft) for one, draft in zip(sequences, drafts, strict=True)
+    ]
     rows = [token for one, draft in zip(sequences, drafts, strict=True) for token in (one.tokens[-1], *draft)]
-    owners = [share.sequence for share in shares for _ in range(1 + len(share.draft))]
-    places = torch.zeros(len(rows), dtype=torch.int64)
-    positions = torch.tensor([position + ahead for share in shares for ahead in range(1 + len(share.draft))])
+    owners = [work.sequence for work in scheduled for _ in range(1 + len(work.draft))]
+    owner_rows = torch.zeros(len(rows), dtype=torch.int64)
+    positions = torch.tensor([position + ahead for work in scheduled for ahead in range(1 + len(work.draft))])
     ids, proposed = torch.tensor(rows), None
     if proposals:
         at = torch.tensor([row for row in range(len(rows) - 1) if owners[row] is owners[row + 1]])
         proposed = Proposed(at, ids[at + 1], OTHER[ids[at]])
-    samples = sampler(CHAIN[ids], owners, places, positions, proposed=proposed)
-    return Runner.collect(None, Launched(StepPlan(shares), shares, samples, torch.tensor(rows), {}, None))  # type: ignore[arg-type]
+    samples = sampler(CHAIN[ids], owners, owner_rows, positions, proposed=proposed)
+    return Runner.collect(None, Launched(StepPlan(scheduled), scheduled, samples, torch.tensor(rows), {}, None))  # type: ignore[arg-type]
 
 
 def guessed(sequences: list[Sequence], draft: tuple[int, ...] | str) -> list[tuple[int, ...]]:
@@ -69,8 +72,8 @@ def guessed(sequences: list[Sequence], draft: tuple[int, ...] | str) -> list[tup
     sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"))
     tokens, found = torch.full((len(sequences),), START), []
     for position in (1, 2):
-        places = torch.zeros(len(sequences), dtype=torch.int64)
-        tokens = sampler(OTHER[tokens], sequences, places, places + position).tokens
+        owner_rows = torch.zeros(len(sequences), dtype=torch.int64)
+        tokens = sampler(OTHER[tokens], sequences, owner_rows, owner_rows + position).tokens
         found.append(tokens.tolist())
     return list(zip(*found, strict=True))
 
@@ -85,13 +88,13 @@ def pairs_drawn(params: SamplingParams, draft: tuple[int, ...] | str, spoil: flo
         short = []
         for outcome in verified(made, guessed(made, draft), position=1, proposals=draft == "drawn"):
             tokens = [sampled.token for sampled in outcome.tokens]
-            if spoil and outcome.accepted == 0 and dice.random() < spoil:
-                tokens[0] = outcome.share.draft[0]
-            outcome.share.sequence.tokens += tokens[:2]
+            if spoil and outcome.num_accepted == 0 and dice.random() < spoil:
+                tokens[0] = outcome.scheduled.draft[0]
+            outcome.scheduled.sequence.tokens += tokens[:2]
             if len(tokens) < 2:
-                short.append(outcome.share.sequence)
+                short.append(outcome.scheduled.sequence)
         for outcome in verified(short, [()] * len(short), position=2):
-            outcome.share.sequence.tokens.append(outcome.tokens[0].token)
+            outcome.scheduled.sequence.tokens.append(outcome.tokens[0].token)
         drawn = torch.tensor([one.tokens[1:3] for one in made])
         counts += torch.bincount(drawn[:, 0] * len(CHAIN) + drawn[:, 1], minlength=len(CHAIN) ** 2).view_as(counts)
     return counts
@@ -143,7 +146,7 @@ def test_the_rejection_rule_accepts_what_both_distributions_share() -> None:
     for draft in ("model", "drawn"):
         made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(BATCH)]
         outcomes = verified(made, guessed(made, draft), position=1, proposals=draft == "drawn")
-        rates[draft] = sum(outcome.accepted > 0 for outcome in outcomes) / BATCH
+        rates[draft] = sum(outcome.num_accepted > 0 for outcome in outcomes) / BATCH
     overlap = float(torch.minimum(CHAIN[START].softmax(0), OTHER[START].softmax(0)).sum())
     assert rates["drawn"] == pytest.approx(overlap, abs=0.01)
     assert rates["model"] < 0.6 * overlap

@@ -21,8 +21,8 @@ def test_every_range_of_the_kernels_runs(engine: Engine, monkeypatch: pytest.Mon
     launch = engine.runner.launch
 
     def watched(plan):  # type: ignore[no-untyped-def]
-        seen.append(sum(share.count for share in plan.shares))
-        attention.add((len(plan.shares) == 8, max(share.count for share in plan.shares)))
+        seen.append(sum(work.num_tokens for work in plan.scheduled))
+        attention.add((len(plan.scheduled) == 8, max(work.num_tokens for work in plan.scheduled)))
         return launch(plan)
 
     monkeypatch.setattr(engine.runner, "launch", watched)

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
+from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import read_model_config
-from quantkit.runtime.model.decoder import Batch, Decoder, KvCache
+from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
 from quantkit.runtime.model.rope import rope_tables
-from quantkit.runtime.model.tensor_group import Alone, Group, TorchGroup
+from quantkit.runtime.model.tensor_group import Group, OneRank, TorchGroup
 
 PAGE, PAGES = 16, 4  # tokens in a page, pages of a sequence
 TOKENS = 6  # in an answer
@@ -78,11 +79,11 @@ def answer(step: Step, prompts: list[list[int]]) -> Answer:
 def _batch(new: list[list[int]], lengths: list[int]) -> Batch:
     starts = torch.tensor([0, *(len(ids) for ids in new)]).cumsum(0)
     positions = [range(length, length + len(ids)) for ids, length in zip(new, lengths, strict=True)]
-    slots = [place * PAGE * PAGES + position for place, own in enumerate(positions) for position in own]
+    kv_slots = [place * PAGE * PAGES + position for place, own in enumerate(positions) for position in own]
     return Batch(
         ids=torch.tensor([token for ids in new for token in ids]),
         positions=torch.tensor([position for own in positions for position in own]),
-        slots=torch.tensor(slots),
+        kv_slots=torch.tensor(kv_slots),
         page_table=torch.arange(len(new) * PAGES, dtype=torch.int32).view(len(new), PAGES),
         context_lengths=torch.tensor([own.stop for own in positions], dtype=torch.int32),
         query_starts=starts.int(),
@@ -97,7 +98,7 @@ def prompts_below(vocab: int) -> list[list[int]]:
 
 def alone(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> tuple[Answer, Weights]:
     """What one process answers, and its weights."""
-    part = make_part(folder, Ranks(), Alone(), dtype, len(prompts))
+    part = make_part(folder, Ranks(), OneRank(), dtype, len(prompts))
     decoder = part.decoder
     return answer(lambda batch: decoder.logits(decoder.hidden_states(batch, part.cache)), prompts), part.weights
 

@@ -207,16 +207,15 @@ def test_tokens_are_those_of_one_process(
 def assert_shares(engine: Engine, one: Alone, ranks: Ranks) -> None:
     """Every rank holds its part of the blocks, and the ranks of the first stage theirs of the embedding, which the
     head of this model shares. The plan knew it beforehand."""
-    assert engine.crew is not None
     config = engine.config
     embedding = config.vocab * config.hidden * 4
-    for rank, held in enumerate(engine.crew.weights):
+    for rank, held in enumerate(engine.peers.weights):
         stage = len(Ranks(ranks.tensor, ranks.pipeline, rank).blocks(config.layers)) / config.layers
         expected = (one.weights - embedding) * stage + (embedding if rank < ranks.tensor else 0)
         assert held == pytest.approx(expected / ranks.tensor, rel=0.02)
     if ranks.pipeline == 1:
-        assert max(engine.crew.weights) == pytest.approx(one.weights / ranks.tensor, rel=0.02)
-    assert engine.memory.weights == pytest.approx(engine.crew.weights[0], rel=0.05)
+        assert max(engine.peers.weights) == pytest.approx(one.weights / ranks.tensor, rel=0.02)
+    assert engine.memory.weights == pytest.approx(engine.peers.weights[0], rel=0.05)
 
 
 def test_the_workload_is_worth_comparing(alone: Callable[[str], Alone]) -> None:

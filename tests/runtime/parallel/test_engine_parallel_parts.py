@@ -13,22 +13,23 @@ from quantkit.errors import QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence as Continuation
-from quantkit.runtime.device.model_part import BusyClock, PageMoves
-from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.device.model_part import BusyClock
+from quantkit.runtime.device.step_inputs import PageMoves, Step, StepInputs
 from quantkit.runtime.engine.page_pool import PagePool
 from quantkit.runtime.engine.scheduler import Limits, Scheduler
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.channel import Channel, Kind, pack, unpack
-from quantkit.runtime.parallel.coordinator import Lead
-from quantkit.runtime.parallel.crew import bubble
+from quantkit.runtime.parallel.coordinator import Coordinator
 from quantkit.runtime.parallel.launcher import Address, Job
+from quantkit.runtime.parallel.peer_ranks import bubble
 from quantkit.runtime.parallel.step_message import (
-    Step,
     batch_from_lists,
     batch_to_lists,
     moves_from_lists,
     moves_to_lists,
+    step_from_lists,
+    step_to_lists,
 )
 
 numbers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5)
@@ -43,8 +44,8 @@ def test_lists_arrive_as_they_were(lists: list[list[int]]) -> None:
 @given(numbers, numbers, st.lists(numbers, min_size=9, max_size=9), st.booleans())
 def test_steps_arrive_as_they_were(index: list[int], changed: list[int], inputs: list[list[int]], every: bool) -> None:
     step = Step(StepInputs(*inputs), index, changed, every)
-    assert Step.from_lists(unpack(pack(step.to_lists()))) == step
-    assert step.rows == (list(range(len(inputs[0]))) if every else inputs[6])
+    assert step_from_lists(unpack(pack(step_to_lists(step)))) == step
+    assert step.wanted == (list(range(len(inputs[0]))) if every else inputs[6])
 
 
 @given(
@@ -90,26 +91,26 @@ def answering(count: int, micro_batches: int) -> tuple[Scheduler, list[Continuat
                  for number in range(count)]  # fmt: skip
     for sequence in sequences:
         scheduler.add(sequence)
-    arrive(scheduler.schedule().shares)
+    arrive(scheduler.schedule().scheduled)
     return scheduler, sequences
 
 
-def arrive(shares: Sequence[Any]) -> None:
-    for share in shares:
-        share.sequence.pending -= 1
-        share.sequence.tokens.append(9)
+def arrive(scheduled: Sequence[Any]) -> None:
+    for work in scheduled:
+        work.sequence.num_pending -= 1
+        work.sequence.tokens.append(9)
 
 
 @pytest.mark.parametrize(("count", "micro_batches", "sizes"), [(5, 2, [3, 2]), (4, 4, [1, 1, 1, 1]), (2, 3, [1, 1, 0])])
 def test_answers_are_divided_among_the_steps_on_their_way(count: int, micro_batches: int, sizes: list[int]) -> None:
     scheduler, sequences = answering(count, micro_batches)
     plans = [scheduler.schedule() for _ in sizes]
-    assert [len(plan.shares) for plan in plans] == sizes
-    assert [share.sequence for plan in plans for share in plan.shares] == sequences
-    assert not scheduler.schedule().shares, "a token that is on its way is waited for"
-    arrive(plans[0].shares)
+    assert [len(plan.scheduled) for plan in plans] == sizes
+    assert [work.sequence for plan in plans for work in plan.scheduled] == sequences
+    assert not scheduler.schedule().scheduled, "a token that is on its way is waited for"
+    arrive(plans[0].scheduled)
     again = scheduler.schedule()
-    assert [share.sequence for share in again.shares] == [share.sequence for share in plans[0].shares]
+    assert [work.sequence for work in again.scheduled] == [work.sequence for work in plans[0].scheduled]
 
 
 def test_nobody_gives_way_while_its_step_is_on_its_way() -> None:
@@ -119,18 +120,18 @@ def test_nobody_gives_way_while_its_step_is_on_its_way() -> None:
     for number in range(2):
         prompt = list(range(100 * number, 100 * number + 31))
         scheduler.add(Continuation(number, prompt, params, rank=number, seed=0, max_new=40, waits=True))
-    arrive(scheduler.schedule().shares)
+    arrive(scheduler.schedule().scheduled)
     first, second = scheduler.running
     plans = [scheduler.schedule(), scheduler.schedule()]
-    assert [plan.shares[0].sequence for plan in plans] == [first, second]
-    arrive(plans[0].shares)  # now it needs a third page, and all four are taken
+    assert [plan.scheduled[0].sequence for plan in plans] == [first, second]
+    arrive(plans[0].scheduled)  # now it needs a third page, and all four are taken
     stuck = scheduler.schedule()
-    assert not stuck.shares
+    assert not stuck.scheduled
     assert not stuck.preempted
-    arrive(plans[1].shares)
+    arrive(plans[1].scheduled)
     free = scheduler.schedule()
     assert free.preempted == [second]
-    assert [share.sequence for share in free.shares] == [first]
+    assert [work.sequence for work in free.scheduled] == [first]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "share"), [(2, 2, 1 / 3), (4, 1, 3 / 4), (1, 8, 0), (4, 12, 0.2)])
@@ -191,10 +192,10 @@ class Strangers:
 )
 def test_strangers_are_turned_away(hello: Callable[[socket.socket], None]) -> None:
     strangers = Strangers(hello)
-    lead = Lead(Ranks(2, 1), strangers, "demo", EngineOptions(device="cpu", tensor_parallel=2))
+    coordinator = Coordinator(Ranks(2, 1), strangers, "demo", EngineOptions(device="cpu", tensor_parallel=2))
     try:
         with pytest.raises(QuantkitError, match="rank 1 of 2 died: nobody came"):
-            lead.gather()
+            coordinator.gather()
     finally:
-        lead.stop()
+        coordinator.stop()
     assert strangers.answer == b"", "the connection was closed"

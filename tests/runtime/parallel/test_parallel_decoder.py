@@ -24,7 +24,7 @@ from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Gptq
 from quantkit.recipe import load_recipe
-from quantkit.runtime.model.decoder import Batch
+from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
 
 SCRIPT = Path(__file__).with_name("decoder_rank.py")
@@ -56,9 +56,9 @@ class Table:
         self.barrier = threading.Barrier(self.size, timeout=60)
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        self.places[rank] = x.clone()
+        self.device_rows[rank] = x.clone()
         self.barrier.wait()
-        found = [self.places[other] for other in range(self.size)]
+        found = [self.device_rows[other] for other in range(self.size)]
         self.barrier.wait()
         return found
 

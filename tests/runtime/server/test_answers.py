@@ -8,9 +8,9 @@ import pytest
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Delta
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.answers import Answers, Piece
-from quantkit.runtime.startup import load_tokenizer
 from quantkit.sources import model_folder
 
 TEXT = "The function returns a list of words, and größer ones too."

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Delta
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.answering import Answering
 from quantkit.runtime.server.answers import Answers
-from quantkit.runtime.startup import load_tokenizer
 from quantkit.sources import model_folder
 
 QUESTION: Any = [{"role": "user", "content": "What is a list?"}]

@@ -3,64 +3,125 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.memory import MemoryPlan, plan_memory
-from quantkit.runtime.device.model_part import BusyClock
+from quantkit.runtime.device.peers import ReturningRows
+from quantkit.runtime.device.step_inputs import PageMoves, Step
 from quantkit.runtime.drafters.draft_model import DraftModel
 from quantkit.runtime.engine.speculation import SpeculativeOptions
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.decoder import AnyDecoder, Decoder
 from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
-from quantkit.runtime.parallel.coordinator import Lead
+from quantkit.runtime.parallel.channel import Kind
+from quantkit.runtime.parallel.coordinated_decoder import CoordinatedDecoder
+from quantkit.runtime.parallel.coordinator import Coordinator
 from quantkit.runtime.parallel.launcher import Launcher, LocalWorkers
-from quantkit.runtime.parallel.pipeline import Links, make_store
+from quantkit.runtime.parallel.pipeline import Pipeline, ReceivedRows, make_store
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes
+from quantkit.runtime.parallel.step_message import moves_to_lists, step_to_lists
 
 
-class Crew:
-    """The other ranks of an engine, and the connections to them."""
+@dataclass(frozen=True)
+class _Returning:
+    """Rows of a step that come back to the first stage, whose other ranks are told when they are waited for."""
 
-    def __init__(self, lead: Lead, options: EngineOptions) -> None:
-        self.lead = lead
-        self.ranks = lead.ranks
-        self.weights: list[int] = []  # bytes that each rank loaded; rank 0 is the first
-        self._links: Links | None = None
+    coordinator: Coordinator
+    received: ReceivedRows
+
+    def wait(self) -> Tensor:
+        self.coordinator.send(Kind.ROWS, [], first_stage=True)
+        return self.received.wait()
+
+
+@dataclass(frozen=True)
+class _NoRows:
+    """Of a step of which no row is wanted: nobody sends any."""
+
+    hidden: Tensor  # [0, hidden]
+
+    def wait(self) -> Tensor:
+        return self.hidden
+
+
+class PeerRanks:
+    """The other ranks of an engine, as rank 0 reaches them: `Peers` for several processes."""
+
+    def __init__(self, coordinator: Coordinator, options: EngineOptions) -> None:
+        self._coordinator = coordinator
+        self.ranks = coordinator.ranks
+        self.weights: list[int] = []
+        self._pipeline: Pipeline | None = None
         self._asked = time.perf_counter()
         self._threads = torch.get_num_threads()
         if options.torch_device.type == "cpu":
             torch.set_num_threads(max(1, self._threads // self.ranks.world))
 
     @property
-    def links(self) -> Links:
-        assert self._links is not None, "the ranks have not met"
-        return self._links
+    def pipeline(self) -> Pipeline:
+        assert self._pipeline is not None, "the ranks have not met"
+        return self._pipeline
 
     def meet(self, plan: MemoryPlan, loaded: int, hidden: int, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
         """When rank 0 has loaded so many bytes: waits for the others, connects all. The plan has the fewest pages."""
-        lead = self.lead
-        lead.gather()
-        found = lead.hear("loaded")
+        coordinator = self._coordinator
+        coordinator.gather()
+        found = coordinator.hear("loaded")
         self.weights = [loaded, *(found[rank]["weights"] for rank in sorted(found))]
         pages = min([plan.pages, *(one["pages"] for one in found.values())])
         context = min([plan.max_context, *(one["max_context"] for one in found.values())])
-        host = lead.address.host
+        host = coordinator.address.host
         store = make_store(host, 0, first=True)
-        lead.say({"agreed": {"pages": pages, "max_context": context, "store": store.port}})
-        self._links = lead.run_beside(lambda: Links(self.ranks, store, host, device, hidden, dtype))
-        lead.when_broken(self.links.abort)
-        lead.hear("ready")
+        coordinator.say({"agreed": {"pages": pages, "max_context": context, "store": store.port}})
+        self._pipeline = coordinator.run_beside(lambda: Pipeline(self.ranks, store, host, device, hidden, dtype))
+        coordinator.when_broken(self.pipeline.abort)
+        coordinator.hear("ready")
         return replace(plan, pages=pages, max_context=context)
 
-    def idle_shares(self, own: BusyClock) -> tuple[float, ...]:
-        """Of every stage since the last call: the time in which not even its busiest rank computed. `own` is rank 0's
-        clock. Waiting for another rank's part of a sum counts as computing."""
-        busy = {0: own.take(), **self.lead.busy_seconds()}
+    def coordinated(self, own: Decoder) -> AnyDecoder:
+        return CoordinatedDecoder(own, self._coordinator, self.pipeline)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        return self._coordinator.guarded()
+
+    def tell_moves(self, moves: PageMoves) -> None:
+        self._coordinator.send(Kind.MOVES, moves_to_lists(moves))
+
+    def tell_step(self, step: Step) -> None:
+        self._coordinator.send(Kind.STEP, step_to_lists(step))
+
+    def tell_kept(self, sources: list[int], targets: list[int]) -> None:
+        self._coordinator.send(Kind.KEEP, [sources, targets])
+
+    @contextmanager
+    def capturing(self, sequences: int, new: int, tree: bool) -> Iterator[None]:
+        with self._coordinator.guarded():
+            self._coordinator.send(Kind.CAPTURE, [[sequences, new, int(tree)]])
+            yield
+
+    def send_on(self, hidden: Tensor | None, num_rows: int) -> ReturningRows | None:
+        if self.ranks.pipeline == 1:
+            return None
+        assert hidden is not None, "a step through several stages is no graph"
+        back = self.pipeline.expect(num_rows) if num_rows else None  # asked for before anything else is sent
+        self.pipeline.send_on(hidden)
+        return _NoRows(hidden.new_empty(0, hidden.shape[1])) if back is None else _Returning(self._coordinator, back)
+
+    def idle_shares(self, busy_seconds: float) -> tuple[float, ...]:
+        """A stage is idle while not even its busiest rank computes. Waiting for another rank's part of a sum counts as
+        computing."""
+        if self.ranks.pipeline == 1:
+            return ()
+        busy = {0: busy_seconds, **self._coordinator.busy_seconds()}
         now = time.perf_counter()
         seconds, self._asked = now - self._asked, now
         stages: list[list[float]] = [[] for _ in range(self.ranks.pipeline)]
@@ -68,8 +129,14 @@ class Crew:
             stages[rank // self.ranks.tensor].append(one)
         return tuple(max(0.0, 1 - max(each) / seconds) for each in stages)
 
+    def check(self) -> None:
+        self._coordinator.check()
+
+    def when_broken(self, call: Callable[[], None]) -> None:
+        self._coordinator.when_broken(call)
+
     def stop(self) -> None:
-        self.lead.stop()
+        self._coordinator.stop()
         torch.set_num_threads(self._threads)
 
 
@@ -77,7 +144,7 @@ def ranks_of(options: EngineOptions) -> Ranks:
     return Ranks(options.tensor_parallel, options.pipeline_parallel)
 
 
-def start_crew(
+def start_peers(
     model: str,
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -85,7 +152,7 @@ def start_crew(
     options: EngineOptions,
     launcher: Launcher | None,
     draft: DraftModel | None = None,
-) -> Crew | None:
+) -> PeerRanks | None:
     """Starts the other ranks; None where there is only one. They load while this process does."""
     ranks = ranks_of(options)
     if ranks.world == 1:
@@ -102,7 +169,7 @@ def start_crew(
         if rank == 0 and draft is not None:
             size, beside = size + draft.size, draft.config
         plan_memory(local_config(config, one), size, dtype, options, available, beside)
-    return Crew(Lead(ranks, launcher, model, options), options)
+    return PeerRanks(Coordinator(ranks, launcher, model, options), options)
 
 
 def refuse_ranks(options: EngineOptions, what: str) -> None:

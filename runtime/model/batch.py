@@ -1,0 +1,37 @@
+"""What a decoder reads and writes in one step: the tokens of a batch, and the paged cache of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step, in device memory: the new tokens of all sequences behind each other."""
+
+    ids: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens]
+    kv_slots: Tensor  # int64 [tokens], where their keys and values go: page * page_size + offset
+    page_table: Tensor  # int32 [sequences, pages]
+    context_lengths: Tensor  # int32 [sequences], new tokens included
+    query_starts: Tensor  # int32 [sequences + 1]
+    max_queries: int  # no sequence has more new tokens
+    ancestors: Tensor | None = None  # int64 [tokens], where new tokens are trees: see `kernels/attention/attend.py`
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Keys and values of all layers: one tensor, so that a page is copied at once."""
+
+    pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]
+    scale: Tensor | None = None  # float32 [kv_heads], of an 8-bit cache
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.shape[4]
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[2]
