@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,11 +46,7 @@ from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight
 from quantkit.runtime.sampling.sampler import Sampler
 from quantkit.sources import model_folder
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 FIRST_GRAPHS = (1,)
-_GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json says it all
 
 
 @dataclass
@@ -73,10 +68,9 @@ def start_engine(
     *,
     on_block: Progress = silent,
     stages: Stages | None = None,
-    text: bool = True,
     launcher: Launcher | None = None,
 ) -> Engine:
-    """An engine for a folder, a hub name or `demo`. Without `text` it takes and gives token ids only.
+    """An engine for a folder, a hub name or `demo`; it takes and gives token ids.
 
     `launcher` starts the other ranks, where the options ask for several; by default on this machine.
     """
@@ -85,9 +79,6 @@ def start_engine(
         checkpoint = Checkpoint(model_folder(model))
         config = read_model_config(checkpoint.config, _generation_config(checkpoint.folder))
     dtype = options.torch_dtype(checkpoint.dtype)
-    with stages.stage("tokenizer"):
-        tokenizer = load_tokenizer(checkpoint.folder) if text else None
-
     draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
     crew = start_crew(str(model), checkpoint, config, dtype, options, launcher, draft)
     ranks = Ranks() if crew is None else crew.ranks
@@ -99,8 +90,8 @@ def start_engine(
     size += more_bytes(config, dtype, options.head_bits, ranks)
     try:
         return build_engine(
-            checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft,
-            heads=heads, crew=crew,
+            checkpoint.config, config, load, size, dtype, options, stages=stages, draft=draft, heads=heads,
+            crew=crew,
         )  # fmt: skip
     except BaseException:
         if crew is not None:
@@ -117,7 +108,6 @@ def build_engine(
     options: EngineOptions,
     *,
     stages: Stages,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     draft: DraftModel | None = None,
     heads: MedusaHeads | None = None,
     crew: Crew | None = None,
@@ -163,7 +153,7 @@ def build_engine(
         speculation = make_speculation(options, draft, make_drafter, heads, runner)
     with stages.stage("graphs"):
         runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-    engine = Engine(config, runner, plan, options, tokenizer, speculation, crew)
+    engine = Engine(config, runner, plan, options, speculation, crew)
     if options.warm_up and device.type == "cuda":
         from quantkit.runtime.warm_up import warm_up
 
@@ -200,18 +190,3 @@ def _make_runner(
 def _generation_config(folder: Path) -> Config:
     file = folder / "generation_config.json"
     return read_json(file, "") if file.exists() else {}
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """None for a folder without one: such a model takes and gives token ids."""
-    if not any(folder.glob("tokenizer*")):
-        return None
-    file = folder / "tokenizer_config.json"
-    named = read_json(file, "").get("tokenizer_class") if file.exists() else None
-    if named in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").exists():  # Auto would import seconds of modules
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)

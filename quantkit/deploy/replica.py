@@ -15,11 +15,11 @@ from quantkit.deploy.config import RANKS, ModelPlan
 from quantkit.deploy.forwarding import Forwarded, Part, answer
 from quantkit.deploy.resources import Bundle
 from quantkit.errors import QuantkitError
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.app import create_app
 from quantkit.runtime.server.engine_client import EngineClient
 from quantkit.runtime.server.logs import LOGGER, JsonFormatter
 from quantkit.runtime.server.settings import ServerSettings
-from quantkit.runtime.startup import load_tokenizer
 from quantkit.sources import model_folder
 
 

@@ -109,7 +109,7 @@ def check_draft_context(draft: DraftModel | None, max_context: int) -> None:
 
 def _check_tokenizers(target: Path, draft: Path, named: str) -> None:
     """Where both folders have one: every token must have the same number."""
-    from quantkit.runtime.startup import load_tokenizer
+    from quantkit.runtime.output.tokenizer import load_tokenizer
 
     own, other = load_tokenizer(target), load_tokenizer(draft)
     if own is None or other is None:

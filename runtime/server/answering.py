@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
 from quantkit.errors import QuantkitError
-from quantkit.runtime.engine.engine import Delta
+from quantkit.runtime.core.token_output import TokenOutput
 
 
 class EngineDied(QuantkitError):
@@ -15,13 +15,13 @@ class EngineDied(QuantkitError):
 
 
 class Forgets(Protocol):
-    """Who must be told when nobody waits for an answer any longer."""
+    """Who must be told when nobody waits for a request, or for one of its answers, any longer."""
 
-    def forget(self, request_id: int) -> None: ...
+    def forget(self, request_id: int, index: int | None = None) -> None: ...
 
 
 class Answering:
-    """An accepted request: its deltas, as they come."""
+    """An accepted request: the outputs of the engine, as they come."""
 
     def __init__(self, client: Forgets, request_id: int, answers: int) -> None:
         self.request_id = request_id
@@ -31,25 +31,25 @@ class Answering:
         self.cached_tokens = 0
         self.guesses: dict[int, tuple[int, int]] = {}  # answer -> tokens that were guessed for it, and accepted ones
         self._client = client
-        self.unanswered = answers  # that the engine still owes
-        self._open = answers  # that the reader still waits for
-        self._queue: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
+        self.unanswered = set(range(answers))  # that the engine still owes
+        self._open = set(range(answers))  # that the reader still waits for
+        self._queue: asyncio.Queue[TokenOutput | QuantkitError] = asyncio.Queue()
         self._failure: QuantkitError | None = None
 
-    def __aiter__(self) -> AsyncIterator[Delta]:
+    def __aiter__(self) -> AsyncIterator[TokenOutput]:
         return self
 
-    async def __anext__(self) -> Delta:
-        if self._open == 0:
+    async def __anext__(self) -> TokenOutput:
+        if not self._open:
             raise StopAsyncIteration
         found = self._failure or await self._queue.get()
         if isinstance(found, QuantkitError):
-            self._open = 0
+            self._open.clear()
             raise found
         return self._seen(found)
 
-    def ready(self) -> Iterator[Delta]:
-        """The deltas that are there already: a server that falls behind then catches up with one event for several."""
+    def ready(self) -> Iterator[TokenOutput]:
+        """The outputs that are there already: a server that falls behind then catches up with one event for several."""
         while self._open and not self._queue.empty():
             found = self._queue.get_nowait()
             if isinstance(found, QuantkitError):  # raised when the next one is asked for
@@ -57,15 +57,15 @@ class Answering:
                 return
             yield self._seen(found)
 
-    def _seen(self, delta: Delta) -> Delta:
-        if delta.finished is not None:
-            self._open -= 1
-        return delta
+    def _seen(self, output: TokenOutput) -> TokenOutput:
+        if output.finished is not None:
+            self._open.discard(output.index)
+        return output
 
-    def abort(self) -> None:
-        """Ends the request; its pages are free within a step."""
-        self._open = 0
-        self._client.forget(self.request_id)
+    def abort(self, index: int | None = None) -> None:
+        """Ends the request, or one of its answers; the pages are free within a step."""
+        self._open -= self._open.copy() if index is None else {index}
+        self._client.forget(self.request_id, index)
 
-    def put(self, found: Delta | QuantkitError) -> None:
+    def put(self, found: TokenOutput | QuantkitError) -> None:
         self._queue.put_nowait(found)

@@ -1,8 +1,4 @@
-"""Deltas of the engine in, pieces of text out: what one prompt's answers say, and when each of them has ended.
-
-The engine sees tokens only. Here they become text, and a stop string ends an answer: the engine is told when nobody
-waits for any of a request's answers any longer.
-"""
+"""Tokens of the engine process in, pieces of text out: what one prompt's answers say, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.engine.engine import Delta
-from quantkit.runtime.output.detokenizer import TextStream
+from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.output.output_processor import OutputProcessor, TextOutput
 from quantkit.runtime.server.answering import Answering
 from quantkit.runtime.server.errors import ApiError
 from quantkit.runtime.server.logprobs import Scored
@@ -24,8 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quantkit.runtime.server.metrics import ServerMetrics
-
-_CONTEXT_TOKENS = 16  # of the prompt, that a text stream looks at
 
 
 @dataclass(frozen=True)
@@ -43,10 +37,9 @@ class Piece:
 class _Answer:
     """One of the n answers while it grows."""
 
-    stream: TextStream
     tokens: list[int] = field(default_factory=list)
     newest: float | None = None  # when its last token came
-    finished: str | None = None
+    finished: bool = False
 
 
 @dataclass
@@ -57,24 +50,16 @@ class Answers:
     prompt: Sequence[int]
     params: SamplingParams
     tokenizer: PreTrainedTokenizerBase
-    end_tokens: frozenset[int]
+    eos: tuple[int, ...]
     metrics: ServerMetrics
     arrived: float
     number: int = 0  # of the prompt, among those of the request
     no_text: bool = False
     first_token_seconds: float | None = None
-    _each: list[_Answer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for _ in range(self.params.n):
-            stream = TextStream(
-                self.tokenizer,
-                prompt_ids=self.prompt[-_CONTEXT_TOKENS:],
-                stop=tuple(self.params.stop),
-                include_stop=self.params.include_stop,
-                skip_special_tokens=self.params.skip_special_tokens,
-            )
-            self._each.append(_Answer(stream))
+        self._each = [_Answer() for _ in range(self.params.n)]
+        self._processor = OutputProcessor(self.tokenizer, self.prompt, self.params, self.eos, self.answering.abort)
 
     @property
     def generated(self) -> int:
@@ -105,44 +90,38 @@ class Answers:
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Until every answer has ended. Leaving early ends the engine's request."""
         try:
-            async for delta in self.answering:
-                pieces = [self._take(one) for one in (delta, *self.answering.ready())]
+            async for output in self.answering:
+                pieces = [self._take(one) for one in (output, *self.answering.ready())]
                 for piece in _joined([piece for piece in pieces if piece is not None]):
                     yield piece
-                if all(answer.finished for answer in self._each):
+                if self._processor.finished:
                     return
         finally:
             self.answering.abort()
 
-    def _take(self, delta: Delta) -> Piece | None:
+    def _take(self, output: TokenOutput) -> Piece | None:
         """None where there is nothing to show: an answer that has met its stop string, half a character."""
-        answer = self._each[delta.index]
-        if answer.finished:
+        found = self._processor.process(output)
+        if found is None:
             return None
-        if delta.finished in ("error", "abort"):
+        if found.finished in ("error", "abort"):
             raise ApiError(500, "the engine gave the answer up; its structure became too complex", code="engine_error")
+        answer = self._each[found.index]
         self._observe(answer)
-        text = ""
-        scored: tuple[Scored, ...] = ()
-        if delta.token is not None:
-            answer.tokens.append(delta.token)
-            if delta.token not in self.end_tokens:
-                text = answer.stream.push(delta.token)
-                scored = self._scored(delta)
-        answer.finished = "stop" if answer.stream.stopped else delta.finished
-        if answer.finished:
-            text += answer.stream.finish()
-        if self.no_text:
-            text, scored = "", ()
+        if found.token is not None:
+            answer.tokens.append(found.token)
+        answer.finished = found.finished is not None
+        text, scored = ("", ()) if self.no_text else (found.text, self._scored(found))
         if not text and not scored and not answer.finished:
             return None
-        reason = "length" if self.no_text and answer.finished else answer.finished
-        return Piece(self.number, delta.index, text, scored, reason)
+        reason = "length" if self.no_text and answer.finished else found.finished
+        return Piece(self.number, found.index, text, scored, reason)
 
-    def _scored(self, delta: Delta) -> tuple[Scored, ...]:
-        if delta.token is None or delta.logprob is None:
+    def _scored(self, output: TextOutput) -> tuple[Scored, ...]:
+        """Nothing for an end token, which is no part of the text."""
+        if output.token is None or output.logprob is None or output.token in self._processor.end_tokens:
             return ()
-        return (Scored(delta.token, delta.logprob, delta.top or ()),)
+        return (Scored(output.token, output.logprob, output.top or ()),)
 
     def _observe(self, answer: _Answer) -> None:
         now = time.monotonic()

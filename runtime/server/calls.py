@@ -105,13 +105,12 @@ class Call:
         no_text: bool = False,
     ) -> None:
         info, tokenizer = self.service.info, self.service.prompts.tokenizer
-        ends = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else info.eos)
         for number, prompt in enumerate(prompts):
             if len(prompt) >= info.max_context:
                 raise _too_long(len(prompt), info.max_context)
             answering = self.service.client.submit(prompt, params, priority=priority, guide=guide)
             source = Answers(
-                answering, prompt, params, tokenizer, ends, self.service.metrics, self.arrived, number, no_text
+                answering, prompt, params, tokenizer, info.eos, self.service.metrics, self.arrived, number, no_text
             )
             self.sources.append(source)
         self.service.metrics.request_started()

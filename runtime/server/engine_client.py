@@ -1,6 +1,6 @@
 """The server's side of the engine process: starts it, watches over it, starts it again when it dies.
 
-Requests go out as messages and come back as deltas, one message a step for all of them. When the process dies, every
+Requests go out as messages and come back as tokens, one message a step for all of them. When the process dies, every
 open request ends with `EngineDied` at once and `ready` is false until a new process has loaded the model.
 """
 
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.engine.engine import Delta, check_request
+from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.engine.engine import check_request
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.messages import Message
@@ -138,9 +139,20 @@ class EngineClient:
         self._send({"add": wanted})
         return answering
 
-    def forget(self, request_id: int) -> None:
-        if self._open.pop(request_id, None) is not None and self._writer is not None:
-            self._send({"abort": request_id})
+    def forget(self, request_id: int, index: int | None = None) -> None:
+        """The engine stops computing a request, or one of its answers; those that have ended are left alone."""
+        pending = self._open.get(request_id)
+        if pending is None or (index is not None and index not in pending.unanswered):
+            return
+        self._ended(pending, index)
+        if self._writer is not None:
+            self._send({"abort": request_id, "index": index})
+
+    def _ended(self, pending: Answering, index: int | None) -> None:
+        """An answer, or all of them."""
+        pending.unanswered -= pending.unanswered.copy() if index is None else {index}
+        if not pending.unanswered:
+            del self._open[pending.request_id]
 
     def _send(self, message: Message) -> None:
         assert self._writer is not None
@@ -199,8 +211,8 @@ class EngineClient:
                 self._take(await messages.read_async(reader))
 
     def _take(self, message: Message) -> None:
-        if "deltas" in message:
-            for row in message["deltas"]:
+        if "outputs" in message:
+            for row in message["outputs"]:
                 self._deliver(row)
         elif "stats" in message:
             self.stats = EngineStats(**message["stats"])
@@ -220,7 +232,7 @@ class EngineClient:
         name, index, token, finished, stop_reason, logprob, top, *more = row
         first, guesses = (*more, None, None)[:2]
         answering = self._open.get(name)
-        if answering is None:  # aborted meanwhile
+        if answering is None or index not in answering.unanswered:  # aborted meanwhile
             return
         if first is not None:
             answering.queued_seconds, cached = first
@@ -228,11 +240,9 @@ class EngineClient:
         if guesses is not None:
             answering.guesses[index] = guesses[0], guesses[1]
         pairs = None if top is None else [(one, value) for one, value in top]
-        answering.put(Delta(name, index, token, "", logprob, pairs, finished, stop_reason))
+        answering.put(TokenOutput(name, index, token, logprob, pairs, finished, stop_reason))
         if finished is not None:
-            answering.unanswered -= 1
-            if answering.unanswered == 0:
-                del self._open[name]
+            self._ended(answering, index)
 
     def _fail_all(self, why: str) -> None:
         for answering in self._open.values():

@@ -228,7 +228,7 @@ def _import_engine_client() -> None:
 def _application_parts(folders: Sequence[Path]) -> list[PreTrainedTokenizerBase | None]:
     """What the application needs besides engines, loaded while the engine processes start."""
     import quantkit.runtime.server.app  # noqa: F401
-    from quantkit.runtime.startup import load_tokenizer
+    from quantkit.runtime.output.tokenizer import load_tokenizer
 
     return [load_tokenizer(folder) for folder in folders]
 

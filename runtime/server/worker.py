@@ -3,8 +3,9 @@
 It first reads what to serve, then answers `add` and `abort`. One thread reads, one writes, the main one steps; so
 neither a slow server nor a long message stalls a step. When the other side goes, it goes.
 
-    in    {"serve": {"model", "options"}}, {"add": {"id", "prompt", "params", "priority", "guide"}}, {"abort": id}
-    out   {"ready": info} or {"failed": text, "code"}, {"refused": id, "why"}, {"deltas": [...]}, {"stats": {...}},
+    in    {"serve": {"model", "options"}}, {"add": {"id", "prompt", "params", "priority", "guide"}},
+          {"abort": id, "index": of one of its answers, or null}
+    out   {"ready": info} or {"failed": text, "code"}, {"refused": id, "why"}, {"outputs": [...]}, {"stats": {...}},
           {"prompt_logprobs": {"id", "logprobs", "top"}}
 """
 
@@ -23,11 +24,13 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.engine.engine import Delta, Engine, Request
+from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.engine.engine import Engine, Request
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.server import messages
 from quantkit.runtime.server.messages import Message
-from quantkit.runtime.startup import load_tokenizer, start_engine
+from quantkit.runtime.startup import start_engine
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
@@ -64,11 +67,7 @@ class Worker:
         if "add" in message:
             self._add(message["add"])
         elif "abort" in message:
-            request = self._requests.pop(message["abort"], None)
-            if request is not None:
-                self._names.pop(request.id, None)
-                self._engine.abort(request.id)
-            self._send_stats()
+            self._abort(message["abort"], message["index"])
         elif "broken" in message:
             self._engine.check()
 
@@ -83,6 +82,15 @@ class Worker:
             return
         self._requests[wanted["id"]] = request
         self._names[request.id] = wanted["id"]
+
+    def _abort(self, name: int, index: int | None) -> None:
+        """One of the n answers, or all of them where `index` is None. What has ended is not known here any more."""
+        request = self._requests.get(name)
+        if request is not None:
+            self._engine.abort(request.id, index)
+            if request.finished:
+                del self._requests[name], self._names[request.id]
+        self._send_stats()
 
     def _guides(self, spec: dict[str, Any] | None, count: int) -> list[Any]:
         if spec is None:
@@ -100,28 +108,29 @@ class Worker:
         return [self._compiler.compile(GuideSpec(**spec)) for _ in range(count)]
 
     def _step(self) -> None:
-        deltas = [delta for delta in self._engine.step() if delta.request in self._names]
-        rows = [self._row(delta) for delta in deltas]
-        for delta in deltas:
-            if delta.request not in self._engine.requests and delta.request in self._names:
-                del self._requests[self._names.pop(delta.request)]
+        outputs = [output for output in self._engine.step() if output.request in self._names]
+        rows = [self._row(output) for output in outputs]
+        for output in outputs:
+            if output.request not in self._engine.requests and output.request in self._names:
+                del self._requests[self._names.pop(output.request)]
         if rows:
-            self._outbox.put({"deltas": rows})
+            self._outbox.put({"outputs": rows})
         if not self._engine.busy or time.monotonic() - self._sent_stats > STATS_SECONDS:
             self._send_stats()
 
-    def _row(self, delta: Delta) -> list[Any]:
+    def _row(self, output: TokenOutput) -> list[Any]:
         """[id, index, token, finished, stop_reason, logprob, top], and where there is something to say behind them:
         [queued seconds, cached tokens] of a first token or None, and [guessed, accepted] tokens of the answer so far.
         """
-        name = self._names[delta.request]
+        name = self._names[output.request]
         request = self._requests[name]
-        sequence = request.sequences[delta.index]
-        row: list[Any] = [name, delta.index, delta.token, delta.finished, delta.stop_reason, delta.logprob, delta.top]
+        sequence = request.sequences[output.index]
+        row: list[Any] = [name, output.index, output.token, output.finished, output.stop_reason]
+        row += [output.logprob, output.top]
         first = None
         if len(sequence.answer) == 1:
             first = [(sequence.started or request.arrived) - request.arrived, sequence.reused]
-            if delta.index == 0 and request.params.prompt_logprobs is not None:
+            if output.index == 0 and request.params.prompt_logprobs is not None:
                 self._send_prompt_logprobs(name, request)
         if sequence.guessed:
             return [*row, first, [sequence.guessed, sequence.accepted]]
@@ -196,7 +205,7 @@ def main(descriptor: int, launcher: Launcher | None = None) -> None:
         return
     wanted = first["serve"]
     try:
-        engine = start_engine(wanted["model"], EngineOptions(**wanted["options"]), text=False, launcher=launcher)
+        engine = start_engine(wanted["model"], EngineOptions(**wanted["options"]), launcher=launcher)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again
         engine.when_broken(lambda: inbox.put({"broken": True}))

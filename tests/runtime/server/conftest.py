@@ -27,10 +27,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.app import create_app_of, make_service
 from quantkit.runtime.server.engine_client import EngineClient, EngineStats
 from quantkit.runtime.server.settings import ServerSettings
-from quantkit.runtime.startup import load_tokenizer
 from quantkit.sources import model_folder
 
 SMALL: dict[str, Any] = {"model": "demo", "device": "cpu", "max_context": 512, "kv_tokens": 4096}

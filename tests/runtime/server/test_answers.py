@@ -1,4 +1,4 @@
-"""Deltas become pieces of text: one event for all that came meanwhile, in order, and errors after what was said."""
+"""Tokens become pieces of text: one event for all that came meanwhile, in order, and errors after what was said."""
 
 import asyncio
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.engine.engine import Delta
+from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.answering import Answering, EngineDied
 from quantkit.runtime.server.answers import Answers, Piece
-from quantkit.runtime.startup import load_tokenizer
 from quantkit.sources import model_folder
 
 TEXT = "The function returns a list of words, and größer ones too."
@@ -20,11 +20,11 @@ class Recorder:
     """Stands for the engine's client and the metrics: both are only told things here."""
 
     def __init__(self) -> None:
-        self.forgotten: list[int] = []
+        self.forgotten: list[tuple[int, int | None]] = []
         self.gaps = 0
 
-    def forget(self, request: int) -> None:
-        self.forgotten.append(request)
+    def forget(self, request: int, index: int | None = None) -> None:
+        self.forgotten.append((request, index))
 
     def request_queued(self, seconds: float) -> None: ...
 
@@ -40,12 +40,12 @@ def answers(n: int = 1, **params: Any) -> tuple[Answers, Recorder, list[int]]:
     recorder = Recorder()
     answering = Answering(recorder, 7, n)  # type: ignore[arg-type]
     wanted = SamplingParams(n=n, **params)
-    made = Answers(answering, [1, 2], wanted, tokenizer, frozenset(), recorder, 0.0)  # type: ignore[arg-type]
+    made = Answers(answering, [1, 2], wanted, tokenizer, (), recorder, 0.0)  # type: ignore[arg-type]
     return made, recorder, tokenizer(TEXT, add_special_tokens=False)["input_ids"]
 
 
-def delta(token: int, index: int = 0, finished: Any = None) -> Delta:
-    return Delta(7, index, token, "", -0.5, [], finished, None)
+def output(token: int, index: int = 0, finished: Any = None) -> TokenOutput:
+    return TokenOutput(7, index, token, -0.5, [], finished, None)
 
 
 async def gathered(source: Answers) -> list[Piece]:
@@ -55,7 +55,7 @@ async def gathered(source: Answers) -> list[Piece]:
 def test_what_came_meanwhile_is_one_piece() -> None:
     source, recorder, ids = answers()
     for place, token in enumerate(ids):
-        source.answering.put(delta(token, finished="length" if place == len(ids) - 1 else None))
+        source.answering.put(output(token, finished="length" if place == len(ids) - 1 else None))
     (piece,) = asyncio.run(gathered(source))
     assert (piece.text, piece.finished) == (TEXT, "length")
     assert [scored.id for scored in piece.tokens] == ids
@@ -69,7 +69,7 @@ def test_a_reader_that_keeps_up_gets_every_token() -> None:
 
         async def feed() -> None:
             for place, token in enumerate(ids):
-                source.answering.put(delta(token, finished="length" if place == len(ids) - 1 else None))
+                source.answering.put(output(token, finished="length" if place == len(ids) - 1 else None))
                 for _ in range(3):
                     await asyncio.sleep(0)
 
@@ -85,9 +85,9 @@ def test_a_reader_that_keeps_up_gets_every_token() -> None:
 def test_answers_to_one_prompt_stay_apart() -> None:
     source, _, ids = answers(n=2)
     for place, token in enumerate(ids):
-        source.answering.put(delta(token, 0, "length" if place == len(ids) - 1 else None))
+        source.answering.put(output(token, 0, "length" if place == len(ids) - 1 else None))
         if place < 3:
-            source.answering.put(delta(token, 1, "stop" if place == 2 else None))
+            source.answering.put(output(token, 1, "stop" if place == 2 else None))
     first, second = sorted(asyncio.run(gathered(source)), key=lambda piece: piece.index)
     assert (first.text, first.finished) == (TEXT, "length")
     assert TEXT.startswith(second.text)
@@ -97,17 +97,17 @@ def test_answers_to_one_prompt_stay_apart() -> None:
 def test_tokens_behind_a_stop_string_are_dropped() -> None:
     source, recorder, ids = answers(stop=["list"])
     for token in ids:
-        source.answering.put(delta(token))
+        source.answering.put(output(token))
     (piece,) = asyncio.run(gathered(source))
     assert (piece.text, piece.finished) == ("The function returns a ", "stop")
     assert source.generated < len(ids)
-    assert recorder.forgotten == [7]
+    assert recorder.forgotten == [(7, 0), (7, None)]
 
 
 @pytest.mark.parametrize("error", [EngineDied("gone"), QuantkitError("other")])
 def test_an_error_comes_after_what_was_said(error: QuantkitError) -> None:
     source, _, ids = answers()
-    for found in (delta(ids[0]), delta(ids[1]), error):
+    for found in (output(ids[0]), output(ids[1]), error):
         source.answering.put(found)
 
     async def run() -> Piece:

@@ -85,6 +85,22 @@ def test_the_process_answers_as_the_engine_does() -> None:
     assert info.vocab == llm.engine.config.vocab
 
 
+async def one_of_three_ends(client: EngineClient) -> None:
+    """The others go on, and the engine computes no more of it than was on its way."""
+    await until(lambda: client.stats.running == 0)
+    before = client.stats.generated_tokens
+    pending = client.submit(PROMPT, SamplingParams(n=3, max_tokens=150, temperature=1.0, seed=3, ignore_eos=True))
+    counts = [0, 0, 0]
+    async for output in pending:
+        counts[output.index] += 1
+        if counts[1] == 2 and output.index == 1:
+            pending.abort(1)
+    assert counts[0] == counts[2] == 150
+    assert client.open_requests == 0
+    await until(lambda: client.stats.running == 0)
+    assert client.stats.generated_tokens - before < 2 * 150 + 75
+
+
 def test_aborts_give_pages_back_and_others_go_on() -> None:
     async def use(client: EngineClient) -> None:
         long = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -96,6 +112,7 @@ def test_aborts_give_pages_back_and_others_go_on() -> None:
             with pytest.raises(StopAsyncIteration):
                 await anext(aiter(answering))
         assert len((await other)[0]) == 40
+        await one_of_three_ends(client)
         await until(lambda: client.stats.running == 0 and client.stats.kv_pages_used == 0)
         assert client.open_requests == 0
 

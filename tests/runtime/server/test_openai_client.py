@@ -216,7 +216,7 @@ def test_sampling_fields_reach_the_engine(client: openai.OpenAI) -> None:
 
 
 def _vocabulary(client: openai.OpenAI) -> list[str]:
-    from quantkit.runtime.startup import load_tokenizer
+    from quantkit.runtime.output.tokenizer import load_tokenizer
     from quantkit.sources import model_folder
 
     tokenizer = load_tokenizer(model_folder("demo"))
