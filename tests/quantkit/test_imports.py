@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,54 @@ def test_import_direction(file: Path) -> None:
             assert target in ALLOWED[part] | EVERYWHERE, f"{part} must not import quantkit.{target}"
         if part in ("formats", "kernels"):
             assert root in BARE | {"quantkit"}, f"{part} must run on a bare GPU image, but imports {root}"
+
+
+# The server from the lowest floor to the highest: rooms and modules. Each imports from floors below its own, and rooms
+# from themselves; imports within functions and for type checkers count too.
+SERVER_FLOORS: tuple[set[str], ...] = (
+    {"config_file", "engine_process", "logs", "version"},
+    {"engine_metrics", "errors", "settings", "shadow"},
+    {"metrics", "schemas"},
+    {"tools"},
+    {"models"},
+    {"middleware"},
+    {"routes"},
+    {"app"},
+    {"serve"},
+)
+
+
+def server_imports() -> dict[str, set[str]]:
+    """The modules of the server, by their names below quantkit.runtime.server, and which of them each imports."""
+    folder, prefix = ROOT / "runtime" / "server", "quantkit.runtime.server."
+    files = {".".join(file.relative_to(folder).with_suffix("").parts): file for file in folder.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for name, file in files.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):  # a module may be imported from its package
+                named = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found[name] |= {one.removeprefix(prefix) for one in named if one.startswith(prefix)} & files.keys()
+    return found
+
+
+def test_server_rooms_import_downwards() -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(SERVER_FLOORS) for room in rooms}
+    imports = server_imports()
+    assert {name.partition(".")[0] for name in imports} == floor_of.keys(), "say on which floor a new room stands"
+    assert "engine_process.client" in imports["models.served_model"]  # the walk sees something
+    assert "routes.chat" in imports["app"]
+    for name, targets in imports.items():
+        room = name.partition(".")[0]
+        for target in targets:
+            other = target.partition(".")[0]
+            assert other == room or floor_of[other] < floor_of[room], f"server: {name} must not import {target}"
+
+
+def test_server_modules_import_in_no_circle() -> None:
+    graph = TopologicalSorter(server_imports())
+    graph.prepare()  # raises CycleError, which names the circle
 
 
 def test_top_level_folders_shadow_nothing() -> None:
