@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import FinishReason
-from quantkit.runtime.engine.engine import Delta, Engine, Request
+from quantkit.runtime.engine.engine import Engine, Request
+from quantkit.runtime.output.output_processor import OutputProcessor, TextOutput
 from quantkit.runtime.output.progress_bar import Advance, progress_bar
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.startup import Stages, start_engine
+from quantkit.sources import model_folder
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = dict[str, Any]  # {"role": ..., "content": ...}
@@ -33,14 +38,14 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        if delta.token is not None:
-            self.token_ids.append(delta.token)
-        if delta.logprob is not None:
-            self.logprobs = [*(self.logprobs or []), delta.logprob]
-            self.top_logprobs = [*(self.top_logprobs or []), delta.top or []]
-        self.finish_reason, self.stop_reason = delta.finished, delta.stop_reason
+    def add(self, output: TextOutput) -> None:
+        self.text += output.text
+        if output.token is not None:
+            self.token_ids.append(output.token)
+        if output.logprob is not None:
+            self.logprobs = [*(self.logprobs or []), output.logprob]
+            self.top_logprobs = [*(self.top_logprobs or []), output.top or []]
+        self.finish_reason, self.stop_reason = output.finished, output.stop_reason
 
 
 @dataclass
@@ -60,6 +65,19 @@ class Generation:
         return self.answers[0].text
 
 
+@dataclass
+class _Open:
+    """A request that is being answered, and what has come that its caller has not taken."""
+
+    request: Request
+    processor: OutputProcessor
+    outputs: deque[TextOutput] = field(default_factory=deque)
+
+    def taken(self) -> Iterator[TextOutput]:
+        while self.outputs:
+            yield self.outputs.popleft()
+
+
 class LLM:
     """Loads a model once and answers prompts, many at a time.
 
@@ -70,6 +88,9 @@ class LLM:
     def __init__(self, model: str | Path, *, on_block: Progress = silent, **options: Any) -> None:
         self.stages = Stages()
         self.engine: Engine = start_engine(model, EngineOptions(**options), on_block=on_block, stages=self.stages)
+        with self.stages.stage("tokenizer"):
+            self.tokenizer = load_tokenizer(model_folder(model))
+        self._open: dict[int, _Open] = {}  # by the engine's id of the request
 
     def generate(
         self,
@@ -87,31 +108,31 @@ class LLM:
         if len(each) != len(given):
             raise InputError(f"{len(given)} prompts, but {len(each)} sampling parameters; give one, or one for each")
         ids = [self.encode(prompt) for prompt in given]
-        requests: list[Request] = []
+        opened: list[_Open] = []
         try:
             for tokens, one in zip(ids, each, strict=True):
-                requests.append(self.engine.add(tokens, one))
+                opened.append(self._add(tokens, one))
             with progress_bar(sum(one.n for one in each)) if progress else nullcontext(_ignore) as advance:
-                answers = self._run(requests, advance)
-        except BaseException:  # a wrong prompt, an interrupt: leave nothing behind
-            for request in requests:
-                self.engine.abort(request.id)
-            raise
+                answers = self._run(opened, advance)
+        finally:  # also after a wrong prompt or an interrupt: leave nothing behind
+            for request in opened:
+                self._forget(request)
         return [
-            _generation(request, answers[request.id], prompt)
-            for request, prompt in zip(requests, given, strict=True)
+            _generation(done.request, found, prompt)
+            for done, found, prompt in zip(opened, answers, given, strict=True)
         ]  # fmt: skip
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextOutput]:
         """The tokens of one prompt as they come; leaving the loop ends the request."""
-        request = self.engine.add(self.encode(prompt), params or SamplingParams())
+        opened = self._add(self.encode(prompt), params or SamplingParams())
         try:
-            while not request.finished:
-                for delta in self.engine.step():
-                    if delta.request == request.id:
-                        yield delta
+            while True:
+                yield from opened.taken()
+                if opened.request.finished:
+                    return
+                self._step()
         finally:
-            self.engine.abort(request.id)
+            self._forget(opened)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:
         """The answer to a conversation, through the tokenizer's chat template."""
@@ -123,12 +144,12 @@ class LLM:
             raise InputError(f"a prompt is {prompt!r}, but must be a text or a list of token ids")
         if not isinstance(prompt, str):
             return list(prompt)
-        if self.engine.tokenizer is None:
+        if self.tokenizer is None:
             raise InputError("this model folder has no tokenizer; give token ids instead of text")
-        return list(self.engine.tokenizer(prompt)["input_ids"])
+        return list(self.tokenizer(prompt)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise InputError("this model's tokenizer has no chat template; give plain prompts")
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
@@ -138,13 +159,41 @@ class LLM:
         """Ends the other processes of an LLM with tensor_parallel or pipeline_parallel; it also ends with this one."""
         self.engine.close()
 
-    def _run(self, requests: list[Request], advance: Advance) -> dict[int, list[Answer]]:
-        answers = {request.id: [Answer(index) for index in range(request.params.n)] for request in requests}
-        while any(not request.finished for request in requests):
-            deltas = [delta for delta in self.engine.step() if delta.request in answers]
-            for delta in deltas:
-                answers[delta.request][delta.index].add(delta)
-            advance(len(deltas), sum(delta.finished is not None for delta in deltas))
+    def _add(self, prompt: list[int], params: SamplingParams) -> _Open:
+        request = self.engine.add(prompt, params)
+        abort = partial(self.engine.abort, request.id)
+        try:
+            processor = OutputProcessor(self.tokenizer, prompt, params, self.engine.config.eos, abort)
+        except InputError:
+            abort()
+            raise
+        opened = self._open[request.id] = _Open(request, processor)
+        return opened
+
+    def _forget(self, opened: _Open) -> None:
+        """Ends a request that is not finished."""
+        self._open.pop(opened.request.id, None)
+        self.engine.abort(opened.request.id)
+
+    def _step(self) -> None:
+        """One step of the engine: every request gets what is its own, whoever asked for the step."""
+        for output in self.engine.step():
+            opened = self._open.get(output.request)
+            found = None if opened is None else opened.processor.process(output)
+            if opened is not None and found is not None:
+                opened.outputs.append(found)
+
+    def _run(self, requests: list[_Open], advance: Advance) -> list[list[Answer]]:
+        """The answers to each request."""
+        answers = [[Answer(index) for index in range(one.request.params.n)] for one in requests]
+        while any(not one.request.finished for one in requests):
+            self._step()
+            tokens = ended = 0
+            for one, found in zip(requests, answers, strict=True):
+                for output in one.taken():
+                    found[output.index].add(output)
+                    tokens, ended = tokens + 1, ended + (output.finished is not None)
+            advance(tokens, ended)
         return answers
 
 

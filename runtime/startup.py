@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,15 +37,11 @@ from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import import_ahead, ops_for
 from quantkit.runtime.model.ranks import Ranks, local_config
-from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.parallel.peer_ranks import PeerRanks, refuse_ranks, start_peers
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
 from quantkit.runtime.sampling.sampler import Sampler
 from quantkit.sources import model_folder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FIRST_GRAPHS = (1,)
 
@@ -70,10 +65,9 @@ def start_engine(
     *,
     on_block: Progress = silent,
     stages: Stages | None = None,
-    text: bool = True,
     launcher: Launcher | None = None,
 ) -> Engine:
-    """An engine for a folder, a hub name or `demo`. Without `text` it takes and gives token ids only.
+    """An engine for a folder, a hub name or `demo`; it takes and gives token ids.
 
     `launcher` starts the other ranks, where the options ask for several; by default on this machine.
     """
@@ -82,9 +76,6 @@ def start_engine(
         checkpoint = Checkpoint(model_folder(model))
         config = read_model_config(checkpoint.config, _generation_config(checkpoint.folder))
     dtype = options.torch_dtype(checkpoint.dtype)
-    with stages.stage("tokenizer"):
-        tokenizer = load_tokenizer(checkpoint.folder) if text else None
-
     draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
     peers = start_peers(str(model), checkpoint, config, dtype, options, launcher, draft)
     ranks = Ranks() if peers is None else peers.ranks
@@ -96,8 +87,8 @@ def start_engine(
     size += more_bytes(config, dtype, options.head_bits, ranks)
     try:
         return build_engine(
-            checkpoint.config, config, load, size, dtype, options, stages=stages, tokenizer=tokenizer, draft=draft,
-            heads=heads, peers=peers,
+            checkpoint.config, config, load, size, dtype, options, stages=stages, draft=draft, heads=heads,
+            peers=peers,
         )  # fmt: skip
     except BaseException:
         if peers is not None:
@@ -114,7 +105,6 @@ def build_engine(
     options: EngineOptions,
     *,
     stages: Stages,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     draft: DraftModel | None = None,
     heads: MedusaHeads | None = None,
     peers: PeerRanks | None = None,
@@ -161,7 +151,7 @@ def build_engine(
         speculation = make_speculation(options, draft, make_drafter, heads, runner)
     with stages.stage("graphs"):
         runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-    engine = Engine(config, runner, plan, options, tokenizer, speculation, peers or Alone())
+    engine = Engine(config, runner, plan, options, speculation, peers or Alone())
     if options.warm_up and device.type == "cuda":
         from quantkit.runtime.warm_up import warm_up
 

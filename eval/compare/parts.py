@@ -193,13 +193,12 @@ def run_engine(bench: Bench, result: FormatResult) -> FormatResult:
             bench.on_item(f"{load.batch} at once", len(asked.loads))
         highest = peak() and peak_memory(options.torch_device)
     running = Running(started.weights, started.kv_tokens, highest, round(started.ready, 2), tuple(speeds))
-    samples = () if asked.of_shape else tuple(_samples(engine, bench.windows))
+    samples = () if asked.of_shape else tuple(_samples(engine, bench.tokenizer, bench.windows))
     return replace(result, running=running, samples=samples)
 
 
-def _samples(engine: Engine, windows: Windows) -> Iterator[Sample]:
+def _samples(engine: Engine, tokenizer: PreTrainedTokenizerBase, windows: Windows) -> Iterator[Sample]:
     """Greedy continuations of the beginnings of some windows."""
-    assert engine.tokenizer is not None
     step = max(1, len(windows) // SAMPLES)
     for ids in windows.ids[::step][:SAMPLES]:
         prompt = ids[: min(SAMPLE_PROMPT, windows.window - 1)].tolist()
@@ -207,7 +206,7 @@ def _samples(engine: Engine, windows: Windows) -> Iterator[Sample]:
         while engine.unfinished:
             engine.step()
         engine.drain()
-        texts = [engine.tokenizer.decode(tokens, skip_special_tokens=True)
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True)
                  for tokens in (prompt, prompt + request.sequences[0].answer)]  # fmt: skip
         yield Sample(texts[0], texts[1].removeprefix(texts[0]))
 

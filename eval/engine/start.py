@@ -20,7 +20,9 @@ from quantkit.runtime.drafters.draft_model import DraftModel
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.speculation import SpeculativeOptions
 from quantkit.runtime.model.config import ModelConfig, read_model_config
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.startup import Stages, build_engine, start_engine
+from quantkit.sources import model_folder
 
 CHECKPOINT = "checkpoint"  # instead of a format's name, for a folder that has its own
 SHAPE_PREFIX = "shape:"
@@ -63,6 +65,8 @@ def start_checkpoint(model: str, options: EngineOptions, *, first: bool) -> tupl
     check_draft(model, options)
     stages = Stages()
     engine = start_engine(model, options, stages=stages)
+    with stages.stage("tokenizer"):  # not the engine's, but a user waits for it too
+        load_tokenizer(model_folder(model))
     return engine, _started(engine, model, describe_formats(Path(model), engine), stages, first)
 
 
@@ -140,7 +144,6 @@ def _format(name: str, options: EngineOptions) -> Format | None:
 
 def describe_formats(folder: Path, engine: Engine) -> str:
     from quantkit.checkpoint import Checkpoint
-    from quantkit.sources import model_folder
 
     found = sorted({fmt.describe() for fmt in Checkpoint(model_folder(folder)).formats.values()})
     described = ", ".join(found) or str(engine.runner.decoder.weights.embedding.dtype)[6:]

@@ -169,7 +169,7 @@ def _load_runtime(
         graphs=False,
         **more,
     )
-    engine = start_engine(folder, options, on_block=on_part, text=False)
+    engine = start_engine(folder, options, on_block=on_part)
     return RuntimePredictor(engine, folder, min(options.budget, window))
 
 

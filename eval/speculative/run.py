@@ -30,6 +30,8 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.speculation import SpeculativeOptions
+from quantkit.runtime.output.tokenizer import load_tokenizer
+from quantkit.sources import model_folder
 
 HELDOUT = "heldout"  # instead of a file: the text that ships
 
@@ -141,7 +143,7 @@ def text_rows(plan: TextPlan, options: EngineOptions) -> Iterator[SpeculativeRow
     for how in plan.ways:
         SpeculativeOptions.parse(how)  # a wrong one is refused before anything is loaded
     target, started = _start(plan.target, options)
-    prompts = cut_prompts(target, plan)
+    prompts = cut_prompts(plan)
     for place, how in enumerate(plan.ways):
         _free(options)
         for row in _guessed_by(how, plan, prompts, target, options):
@@ -167,12 +169,13 @@ def _text_row(started: Started, plan: TextPlan, batch: int, plain: Rounds, found
     return SpeculativeRow(started, batch, load.prompt, load.new, plain, found, name, plan.temperature)
 
 
-def cut_prompts(engine: Engine, plan: TextPlan) -> list[list[int]]:
+def cut_prompts(plan: TextPlan) -> list[list[int]]:
     """Pieces of a text, spread over it; at least as many as the largest batch."""
-    if engine.tokenizer is None:
+    tokenizer = load_tokenizer(model_folder(plan.target))
+    if tokenizer is None:
         raise InputError("this model folder has no tokenizer, so no text can be cut into prompts; give another model")
     file = HELDOUT_TEXT if plan.text == HELDOUT else Path(plan.text)
-    windows = token_windows(engine.tokenizer, file, plan.load.prompt)
+    windows = token_windows(tokenizer, file, plan.load.prompt)
     wanted = max(plan.prompts, *plan.load.batches)
     if len(windows) < wanted:
         raise InputError(

@@ -29,10 +29,10 @@ class EngineModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(self, llm: LLM, *, on_item: Progress = silent) -> None:
         super().__init__()
-        if llm.engine.tokenizer is None:
+        if llm.tokenizer is None:
             raise InputError("tasks are texts, but this model folder has no tokenizer; copy it from the original model")
         self.llm = llm
-        self.tokenizer: Any = llm.engine.tokenizer
+        self.tokenizer: Any = llm.tokenizer
         self.truncated = 0
         self._on_item = on_item
         if self.prefix_token_id is None:
@@ -133,8 +133,8 @@ class EngineModel(TemplateLM):  # type: ignore[misc]
             stops.append(until)
         jobs.sort(key=lambda job: -len(job.prompt))
         texts = [""] * len(requests)
-        for job, _, deltas in run_jobs(self.llm.engine, jobs):
-            tokens = [delta.token for delta in deltas if delta.token is not None]
+        for job, _, outputs in run_jobs(self.llm.engine, jobs, self.tokenizer):
+            tokens = [output.token for output in outputs if output.token is not None]
             texts[job.item] = answer_text(self.tok_decode(tokens), stops[job.item])
             self.cache_hook.add_partial("generate_until", requests[job.item].args, texts[job.item])
             self._on_item("", len(requests))

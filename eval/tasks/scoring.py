@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +20,11 @@ from quantkit.errors import QuantkitError
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Guide
-from quantkit.runtime.engine.engine import Delta, Engine, Request
+from quantkit.runtime.engine.engine import Engine, Request
+from quantkit.runtime.output.output_processor import OutputProcessor, TextOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_FORCED = 16  # tokens of a continuation
 _IN_FLIGHT = 4  # requests handed over at a time, for each that can run: enough to fill every step
@@ -78,28 +84,37 @@ def score(engine: Engine, pairs: list[tuple[list[int], list[int]]], on_item: Pro
     by_context = sorted(range(len(pairs)), key=lambda item: (-len(pairs[item][0]), pairs[item][0]))
     scored: dict[int, Scored] = {}
     jobs = (_scoring_job(engine, item, *pairs[item]) for item in by_context)
-    for job, request, deltas in run_jobs(engine, jobs):
-        scored[job.item] = _scored(request, deltas, pairs[job.item][1])
+    for job, request, outputs in run_jobs(engine, jobs):
+        scored[job.item] = _scored(request, outputs, pairs[job.item][1])
         on_item("", len(pairs))
     return [scored[item] for item in range(len(pairs))]
 
 
-def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[tuple[Job, Request, list[Delta]]]:
-    """Every job with its request and all that came for it, as they finish. Only a few are in memory at a time."""
+def run_jobs(
+    engine: Engine, jobs: Iterable[Job], tokenizer: PreTrainedTokenizerBase | None = None
+) -> Iterator[tuple[Job, Request, list[TextOutput]]]:
+    """Every job with its request and all that came for it, as they finish. Only a few are in memory at a time.
+
+    Stop strings need the tokenizer.
+    """
     waiting = iter(jobs)
-    running: dict[int, tuple[Job, Request, list[Delta]]] = {}
+    running: dict[int, tuple[Job, Request, list[TextOutput]]] = {}
+    processors: dict[int, OutputProcessor] = {}
     most = _IN_FLIGHT * engine.options.sequences
     try:
         while True:
             while len(running) < most and (job := next(waiting, None)) is not None:
                 request = engine.add(job.prompt, job.params, guides=job.guides)
                 running[request.id] = (job, request, [])
+                abort = partial(engine.abort, request.id)
+                processors[request.id] = OutputProcessor(tokenizer, job.prompt, job.params, engine.config.eos, abort)
             if not running:
                 return
-            for delta in engine.step():
-                running[delta.request][2].append(delta)
-            for done in [found for found in running.values() if found[1].finished]:
-                del running[done[1].id]
+            for output in engine.step():
+                found = processors[output.request].process(output)
+                running[output.request][2].extend([] if found is None else [found])
+            for done in [one for one in running.values() if one[1].finished]:
+                del running[done[1].id], processors[done[1].id]
                 yield done
     finally:
         for _, request, _ in running.values():  # an error, an interrupt: leave nothing behind
@@ -119,13 +134,13 @@ def _scoring_job(engine: Engine, item: int, context: list[int], continuation: li
     return Job(item, tokens[:-forced], params, (ForcedTokens(tokens[-forced:], engine.config.vocab),))
 
 
-def _scored(request: Request, deltas: list[Delta], continuation: list[int]) -> Scored:
+def _scored(request: Request, outputs: list[TextOutput], continuation: list[int]) -> Scored:
     logprobs = [value for part in request.prompt_logprobs for value in part.logprobs]
     first = [row[0][0] for part in request.prompt_logprobs for row in part.top]
-    for delta in deltas:
-        assert delta.logprob is not None
-        assert delta.top
-        logprobs.append(delta.logprob)
-        first.append(delta.top[0][0])
+    for output in outputs:
+        assert output.logprob is not None
+        assert output.top
+        logprobs.append(output.logprob)
+        first.append(output.top[0][0])
     count = len(continuation)
     return Scored(sum(logprobs[-count:]), first[-count:] == continuation)

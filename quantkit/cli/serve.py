@@ -10,7 +10,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from quantkit.errors import InputError
-from quantkit.runtime.server.model_list import load_served
+from quantkit.runtime.server.models.model_list import load_model_settings
 from quantkit.runtime.server.settings import FLAGS, ServerSettings
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -72,7 +72,7 @@ def command(models: tuple[str, ...], config: str | None, **flags: Any) -> None:
     what the server does; /metrics is for Prometheus. See docs/serving.md.
     """
     given = {name: list(value) or None if isinstance(value, tuple) else value for name, value in flags.items()}
-    served = load_served(models, given, config)
+    served = load_model_settings(models, given, config)
     try:
         from quantkit.runtime.server.serve import run
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ from quantkit.deploy.config import DeployConfig, ModelPlan, fingerprint, parse_c
 from quantkit.deploy.ingress import Ingress
 from quantkit.deploy.replica import Replica
 from quantkit.deploy.resources import on_gpu, replica_bundles
-from quantkit.runtime.server.calls import package_version
+from quantkit.runtime.server.version import package_version
 
 APP_NAME = "quantkit"
 FRONT = "front"

@@ -14,8 +14,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from quantkit.runtime.core import framing
 from quantkit.runtime.parallel.launcher import Job
-from quantkit.runtime.server import messages, worker
+from quantkit.runtime.server.engine_process import process
 
 STOP_SECONDS = 10.0
 
@@ -33,18 +34,18 @@ class ReplicaLauncher:
         threading.Thread(target=self._read, daemon=True).start()
 
     def start(self, jobs: Sequence[Job]) -> None:
-        self._connection.sendall(messages.encode({"start": [job.to_json() for job in jobs]}))
+        self._connection.sendall(framing.pack_message({"start": [job.to_json() for job in jobs]}))
 
     def check(self) -> dict[int, str]:
         return dict(self._ended)
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):  # a replica that is gone has taken them along
-            self._connection.sendall(messages.encode({"stop": True}))
+            self._connection.sendall(framing.pack_message({"stop": True}))
             self._stopped.wait(STOP_SECONDS)
 
     def _read(self) -> None:
-        while (message := messages.read(self._connection)) is not None:
+        while (message := framing.read_message(self._connection)) is not None:
             if "ended" in message:
                 self._ended[message["ended"]["rank"]] = message["ended"]["why"]
             else:
@@ -54,7 +55,7 @@ class ReplicaLauncher:
 
 def main(descriptor: int, asks: int, host: str) -> None:
     launcher = ReplicaLauncher(socket.socket(fileno=asks), host)
-    worker.main(descriptor, launcher)
+    process.main(descriptor, launcher)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ from starlette.types import Message, Receive, Scope, Send
 from quantkit.deploy.forwarding import Forwarded, Part
 from quantkit.deploy.front_metrics import MEDIA_TYPE, merged_metrics
 from quantkit.deploy.prefixes import prefix_of
-from quantkit.runtime.server.access import AccessMiddleware
-from quantkit.runtime.server.calls import package_version
 from quantkit.runtime.server.errors import ApiError, as_api_error
-from quantkit.runtime.server.event_stream import event
 from quantkit.runtime.server.logs import log_event
+from quantkit.runtime.server.middleware.access import AccessMiddleware
+from quantkit.runtime.server.routes.event_stream import event
 from quantkit.runtime.server.settings import ServerSettings
+from quantkit.runtime.server.version import package_version
 
 ATTEMPTS = 2  # a request that kills its replica must not kill them all
 RETRY_SECONDS = 1

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 from quantkit.deploy.forwarding import Forwarded, Part
 from quantkit.deploy.front import LOOK_SECONDS, ReplicaGone, front_app
 from quantkit.deploy.replica import log_to_stderr
-from quantkit.runtime.server.drain import DrainGate
 from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.middleware.drain import DrainGate
 from quantkit.runtime.server.settings import ServerSettings
 
 

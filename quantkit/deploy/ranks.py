@@ -18,10 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quantkit.deploy.resources import Bundle
 from quantkit.errors import QuantkitError
+from quantkit.runtime.core import framing
 from quantkit.runtime.parallel.launcher import Job
 from quantkit.runtime.parallel.rank_process import run_worker
-from quantkit.runtime.server import messages
-from quantkit.runtime.server.engine_client import EngineClient, start_module
+from quantkit.runtime.server.engine_process.client import EngineClient, start_module
 
 
 class RankActor:
@@ -69,7 +69,7 @@ async def _serve_ranks(asked: socket.socket, bundles: list[Bundle]) -> None:
     watching: list[asyncio.Task[None]] = []
     try:
         while True:
-            message = await messages.read_async(reader)
+            message = await framing.read_message_async(reader)
             if "start" in message:
                 for job in message["start"]:
                     rank = json.loads(job)["ranks"]["rank"]
@@ -77,7 +77,7 @@ async def _serve_ranks(asked: socket.socket, bundles: list[Bundle]) -> None:
                     watching.append(asyncio.create_task(_tell_its_end(rank, actors[-1].run.remote(job), writer)))
             else:
                 _kill(actors)
-                writer.write(messages.encode({"stopped": True}))
+                writer.write(framing.pack_message({"stopped": True}))
     except (asyncio.IncompleteReadError, ConnectionError):
         return
     finally:
@@ -111,7 +111,7 @@ async def _tell_its_end(rank: int, running: Any, writer: asyncio.StreamWriter) -
         why = str(error).strip().splitlines()[-1]
     except ray.exceptions.RayError:
         why = "its Ray actor died"
-    writer.write(messages.encode({"ended": {"rank": rank, "why": why}}))
+    writer.write(framing.pack_message({"ended": {"rank": rank, "why": why}}))
 
 
 def _kill(actors: list[Any]) -> None:

@@ -17,7 +17,7 @@ from quantkit.deploy.resources import Bundle
 from quantkit.errors import QuantkitError
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.app import create_app
-from quantkit.runtime.server.engine_client import EngineClient
+from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.logs import LOGGER, JsonFormatter
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.sources import model_folder

@@ -115,6 +115,10 @@ class SamplingParams:
         """Whether the logits change before a token is chosen, even a greedy one."""
         return self.penalized or bool(self.logit_bias) or self.min_tokens > 0
 
+    def end_tokens(self, eos: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that end an answer, for a model whose own are `eos`."""
+        return tuple({*(() if self.ignore_eos else eos), *self.stop_token_ids})
+
     def check_vocabulary(self, size: int) -> None:
         """Raises InputError for a token id that a model with this many tokens does not have."""
         for name, token_ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):

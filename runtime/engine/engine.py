@@ -17,41 +17,23 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence
 from quantkit.runtime.core.step_result import PromptLogprobs, Sampled
+from quantkit.runtime.core.token_output import TokenOutput
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.runner import InFlight, Runner
 from quantkit.runtime.engine.page_pool import PagePool
 from quantkit.runtime.engine.scheduler import Limits, Scheduler
 from quantkit.runtime.engine.speculation import Speculation
+from quantkit.runtime.engine.stop_conditions import why_ends
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.output.detokenizer import TextStream
-from quantkit.runtime.output.stop_conditions import text_stream, why_ends
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PRIORITY_SECONDS = 10.0  # how much later a request counts as arrived for each level of lower priority
-
-
-@dataclass(frozen=True)
-class Delta:
-    """One new token of one sequence, and the text that it made complete; or its end."""
-
-    request: int
-    index: int  # which of the n answers
-    token: int | None
-    text: str = ""
-    logprob: float | None = None
-    top: list[tuple[int, float]] | None = None
-    finished: FinishReason | None = None
-    stop_reason: int | str | None = None  # the token or string that ended it, where that was not the model's own end
 
 
 @dataclass
@@ -63,7 +45,6 @@ class Request:
     params: SamplingParams
     arrived: float
     sequences: list[Sequence] = field(default_factory=list)
-    streams: list[TextStream | None] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # in the order of positions, from 1 on
 
     @property
@@ -84,7 +65,6 @@ class Engine:
         runner: Runner,
         plan: MemoryPlan,
         options: EngineOptions,
-        tokenizer: PreTrainedTokenizerBase | None = None,
         speculation: Speculation | None = None,
         peers: Peers = Alone(),  # noqa: B008  (has no state)
     ) -> None:
@@ -92,7 +72,6 @@ class Engine:
         self.config = config
         self.options = options
         self.memory = plan
-        self.tokenizer = tokenizer
         pool = PagePool(plan.pages, plan.page_size, options.share_prefixes)
         ranks = options.tensor_parallel * options.pipeline_parallel
         swap_pages = int(options.swap_gib * 2**30) // (plan.page_bytes * ranks)
@@ -134,17 +113,15 @@ class Engine:
     ) -> Request:
         """Takes a request, or refuses it with an InputError; what runs is not disturbed. Lower priority goes first.
 
-        `guides`, one for each of the n answers, restrict what may be answered.
+        `guides`, one for each of the n answers, restrict what may be answered. Stop strings are for those who make text
+        of the tokens: see `OutputProcessor`.
         """
         prompt = list(prompt)
         check_request(prompt, params, self.memory.max_context, self.config.vocab)
-        if params.stop and self.tokenizer is None:
-            raise InputError("stop strings need a tokenizer, which this model folder lacks; use stop_token_ids")
         now = time.monotonic() if arrived is None else arrived
         request = Request(next(self._ids), prompt, params, now)
         seed = params.seed if params.seed is not None else self._random.getrandbits(62)
         room = self.memory.max_context - len(prompt)
-        ends = () if params.ignore_eos else self.config.eos
         for index in range(params.n):
             sequence = Sequence(
                 id=next(self._sequence_ids),
@@ -153,7 +130,7 @@ class Engine:
                 rank=now + priority * PRIORITY_SECONDS,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
                 max_new=room if params.max_tokens is None else min(params.max_tokens, room),
-                end_tokens=tuple({*ends, *params.stop_token_ids}),
+                end_tokens=params.end_tokens(self.config.eos),
                 leader=request.sequences[0] if index else None,
                 needs_all_logits=params.prompt_logprobs is not None and index == 0,
                 guide=guides[index] if guides else None,
@@ -161,33 +138,35 @@ class Engine:
             )
             self.speculation.add(sequence)
             request.sequences.append(sequence)
-            request.streams.append(text_stream(self.tokenizer, prompt, params))
             self._owners[sequence.id] = (request, index)
             self.scheduler.add(sequence)
         self.requests[request.id] = request
         return request
 
-    def abort(self, request_id: int) -> None:
-        """Ends a request at once; unknown or finished ones are left alone."""
-        request = self.requests.pop(request_id, None)
-        if request is not None:
-            for sequence in request.sequences:
-                self._end(sequence, "abort")
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        """Ends a request, or one of its n answers, at once; unknown or finished ones are left alone."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        for sequence in request.sequences if index is None else [request.sequences[index]]:
+            self._end(sequence, "abort")
+        if request.finished:
+            del self.requests[request_id]
 
-    def step(self) -> list[Delta]:
+    def step(self) -> list[TokenOutput]:
         """Launches the next step and brings what is ready: with overlap, the tokens of the step before.
 
         Where nobody can go on without these tokens, as in speculation, they are looked at first.
         """
-        deltas: list[Delta] = []
+        outputs: list[TokenOutput] = []
         if self._in_flight and self._nobody_can_go_on():
-            deltas = self._take(self._in_flight.popleft())
+            outputs = self._take(self._in_flight.popleft())
         launched = self._launch()
         if launched is not None:
             self._in_flight.append(launched)
         if len(self._in_flight) > (self._ahead if launched is not None else 0):
-            deltas += self._take(self._in_flight.popleft())
-        return deltas
+            outputs += self._take(self._in_flight.popleft())
+        return outputs
 
     def _nobody_can_go_on(self) -> bool:
         """Without the results of the oldest step. Through stages, others may start meanwhile."""
@@ -240,12 +219,12 @@ class Engine:
         self.scheduler.check_integrity()
         assert self.scheduler.unfinished == len(self._owners)
 
-    def _take(self, flight: InFlight) -> list[Delta]:
+    def _take(self, flight: InFlight) -> list[TokenOutput]:
         ready = self.runner.arrived(flight)
         for sequence_id, found in ready.prompts.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id][0].add_prompt_logprobs(found)
-        deltas = []
+        outputs = []
         outcomes = self.runner.collect(ready)
         if ready.plan.has_trees:
             self.runner.keep_paths(outcomes)
@@ -256,21 +235,21 @@ class Engine:
             self.scheduler.settle(outcome.scheduled, outcome.num_accepted, in_order)
             for sampled in outcome.tokens:
                 if not sequence.finished:
-                    deltas.append(self._advance(sequence, sampled))
-        return deltas
+                    outputs.append(self._advance(sequence, sampled))
+        return outputs
 
-    def _advance(self, sequence: Sequence, sampled: Sampled) -> Delta:
+    def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenOutput:
         """A token has arrived: what it means for its sequence."""
         request, index = self._owners[sequence.id]
         sequence.tokens.append(sampled.token)
         self.generated += 1
         self.scheduler.publish(sequence)
-        reason, cause, text = why_ends(sequence, sampled.token, request.streams[index], self.config.eos)
+        reason, cause = why_ends(sequence, sampled.token, self.config.eos)
         if reason is not None:
             self._end(sequence, reason)
             if request.finished:
                 del self.requests[request.id]
-        return Delta(request.id, index, sampled.token, text, sampled.logprob, sampled.top, reason, cause)
+        return TokenOutput(request.id, index, sampled.token, sampled.logprob, sampled.top, reason, cause)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence, reason)

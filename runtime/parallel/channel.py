@@ -1,31 +1,28 @@
 """Messages between rank 0 and the other ranks, over one TCP connection for each.
 
-Steps are lists of whole numbers and travel as they are, eight bytes each; what is said once is JSON. A frame is its
-kind, its length (four bytes each) and its body. A connection that closes means that the other side is gone.
+Steps are lists of whole numbers and travel as they are, eight bytes each; what is said once is JSON. Frames are those
+of `core/framing.py`. A connection that closes means that the other side is gone.
 """
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 import threading
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any
 
-Talk = dict[str, Any]
+from quantkit.runtime.core import framing
+
+Talk = framing.Message
 Lists = list[list[int]]
-_HEAD = struct.Struct("<II")
-_LARGEST = 1 << 30  # bytes; more is no frame of ours
 
 
 class Kind(IntEnum):
     """What a frame asks for."""
 
-    TALK = 0  # JSON
+    TALK = framing.JSON
     MOVES = 1  # pages change hands
     STEP = 2  # compute a step
     ROWS = 3  # the rows of a step are back at the first stage: compute their logits
@@ -55,39 +52,22 @@ class Channel:
     def send(self, kind: Kind, body: bytes = b"") -> None:
         """ConnectionError where the other side is gone."""
         with self._sending:
-            self._connection.sendall(_HEAD.pack(kind, len(body)) + body)
+            self._connection.sendall(framing.pack_frame(kind, body))
 
     def say(self, talk: Talk) -> None:
-        self.send(Kind.TALK, json.dumps(talk).encode())
+        with self._sending:
+            self._connection.sendall(framing.pack_message(talk))
 
     def read(self) -> tuple[Kind, bytes] | None:
         """The next frame; None when the other side is gone."""
-        head = self._exactly(_HEAD.size)
-        if head is None:
-            return None
-        kind, size = _HEAD.unpack(head)
-        assert size <= _LARGEST, "the connection between ranks is out of step"
-        body = self._exactly(size)
-        return None if body is None else (Kind(kind), body)
+        frame = framing.read_frame(self._connection)
+        return None if frame is None else (Kind(frame[0]), frame[1])
 
     def close(self) -> None:
         """Wakes whoever reads, on both sides."""
         with suppress(OSError):  # it was closed already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-    def _exactly(self, size: int) -> bytes | None:
-        parts = []
-        while size:
-            try:
-                part = self._connection.recv(min(size, 1 << 20))
-            except OSError:
-                return None
-            if not part:
-                return None
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
 
 
 def pack(lists: Sequence[Sequence[int]]) -> bytes:
@@ -110,5 +90,4 @@ def unpack(body: bytes) -> Lists:
 
 
 def unpack_talk(body: bytes) -> Talk:
-    talk: Talk = json.loads(body)
-    return talk
+    return framing.unpack_message(body)

@@ -5,29 +5,24 @@ CORS -> LogMiddleware -> AccessMiddleware -> route -> Call -> engine
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
-from quantkit.errors import InputError
-from quantkit.runtime.server import chat, completions, other_routes
-from quantkit.runtime.server.access import GUARDED, AccessMiddleware, Queue
-from quantkit.runtime.server.calls import Service, package_version
-from quantkit.runtime.server.engine_client import EngineClient
+from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.errors import install_error_handlers
-from quantkit.runtime.server.logprobs import TokenTexts
-from quantkit.runtime.server.metrics import ServerMetrics
-from quantkit.runtime.server.page_routes import page_router
-from quantkit.runtime.server.prompts import Prompts
-from quantkit.runtime.server.request_log import LogMiddleware
-from quantkit.runtime.server.services import Services
+from quantkit.runtime.server.middleware.access import GUARDED, AccessMiddleware
+from quantkit.runtime.server.middleware.request_log import LogMiddleware
+from quantkit.runtime.server.models.registry import ModelRegistry
+from quantkit.runtime.server.models.served_model import ServedModel, make_served_model
+from quantkit.runtime.server.routes import chat, completions, health, models, tokenize
+from quantkit.runtime.server.routes.page import page_router
 from quantkit.runtime.server.settings import ServerSettings
+from quantkit.runtime.server.version import package_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,60 +40,35 @@ def create_app(
     shadow: ShadowWatch | None = None,
 ) -> FastAPI:
     """An application for one client that was started."""
-    return create_app_of([make_service(settings, client, tokenizer, shadow)])
+    return create_app_of([make_served_model(settings, client, tokenizer, shadow)])
 
 
-def create_app_of(each: Sequence[Service]) -> FastAPI:
+def create_app_of(each: Sequence[ServedModel]) -> FastAPI:
     """An application for several models, whose settings agree on everything but the models."""
-    settings, services = each[0].settings, Services(each)
+    settings, registry = each[0].settings, ModelRegistry(each)
     app = FastAPI(title="quantkit", version=package_version(), docs_url=None, redoc_url=None, lifespan=_lifespan)
-    app.state.services = services
-    _add_middleware(app, settings, services)
+    app.state.models = registry
+    _add_middleware(app, settings, registry)
     install_error_handlers(app)
-    for router in (chat.router, completions.router, other_routes.router):
+    for router in (chat.router, completions.router, models.router, tokenize.router, health.router):
         app.include_router(router)
     if settings.page:
-        app.include_router(page_router(services))
+        app.include_router(page_router(registry))
     _document(app, settings)
     return app
-
-
-def make_service(
-    settings: ServerSettings,
-    client: EngineClient,
-    tokenizer: PreTrainedTokenizerBase | None,
-    shadow: ShadowWatch | None = None,
-) -> Service:
-    """One model, ready for requests. Without a tokenizer, nothing could become text."""
-    if tokenizer is None:
-        raise InputError(f"'{settings.model}' has no tokenizer, which a server needs; copy tokenizer.json there")
-    assert client.info is not None, "the engine must be ready"
-    names = tuple(settings.names)
-    metrics = ServerMetrics(
-        lambda: client.stats,
-        client.info,
-        settings.vllm_metric_names,
-        model_name=names[0],
-        restarts=lambda: client.restarts,
-        shadow=lambda: None if shadow is None else asdict(shadow.numbers()),
-    )
-    queue = Queue(client.info.max_sequences, settings.max_queue)
-    return Service(
-        settings, client, Prompts(tokenizer), metrics, queue, names, int(time.time()), TokenTexts(tokenizer), shadow
-    )
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    for service in app.state.services.each:
-        service.prompts.close()
+    for model in app.state.models.each:
+        model.prompts.close()
 
 
-def _add_middleware(app: FastAPI, settings: ServerSettings, services: Services) -> None:
+def _add_middleware(app: FastAPI, settings: ServerSettings, registry: ModelRegistry) -> None:
     """The one that is added last stands outermost."""
     app.add_middleware(AccessMiddleware, settings=settings)
-    app.add_middleware(LogMiddleware, services=services)
+    app.add_middleware(LogMiddleware, models=registry)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quantkit.runtime.server.version import package_version
+
 if TYPE_CHECKING:
-    from quantkit.runtime.server.engine_client import EngineInfo, EngineStats
+    from quantkit.runtime.server.engine_process.client import EngineInfo, EngineStats
 
 PREFIX, VLLM_PREFIX = "quantkit:", "vllm:"
 _OLDER_NAMES = {  # what dashboards for earlier versions of vLLM read
@@ -105,7 +106,7 @@ class EngineCollector(Collector):
         info = self._info
         labels = {
             "model_name": self._model,
-            "version": _version(),
+            "version": package_version(),
             "format": info.format,
             "device": info.device,
             "dtype": info.dtype,
@@ -159,10 +160,3 @@ def _renamed(family: Metric, name: str) -> Metric:
     renamed = Metric(name, family.documentation, family.type)
     renamed.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
     return renamed
-
-
-def _version() -> str:
-    try:
-        return version("quantkit")
-    except PackageNotFoundError:  # run from a folder that was never installed
-        return "unknown"

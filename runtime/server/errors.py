@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from quantkit.errors import InputError, QuantkitError
-from quantkit.runtime.server.answering import EngineDied
+from quantkit.runtime.server.engine_process.pending import EngineDied
 
 _log = logging.getLogger("quantkit.server")
 _FIELD_FIRST = re.compile(r"([a-z_]+)(\[\S+\])? (is|names|must) ")  # "top_p is 3, but must be ..."

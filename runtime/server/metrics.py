@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from quantkit.runtime.server.engine_metrics import PREFIX, BothPrefixes, EngineCollector, Together
 
 if TYPE_CHECKING:
-    from quantkit.runtime.server.engine_client import EngineInfo, EngineStats
+    from quantkit.runtime.server.engine_process.client import EngineInfo, EngineStats
 
 REASONS = ("stop", "length", "tool_calls", "abort", "error")
 WINDOW_SECONDS = 60.0  # of medians

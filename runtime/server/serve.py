@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from transformers import PreTrainedTokenizerBase
 
-    from quantkit.runtime.server.drain import DrainGate
-    from quantkit.runtime.server.memory_split import Share
-    from quantkit.runtime.server.served_model import ServedModel
+    from quantkit.runtime.server.middleware.drain import DrainGate
+    from quantkit.runtime.server.models.engines import ModelEngines
+    from quantkit.runtime.server.models.memory_split import MemoryShare
 
 STILL_LOADING_SECONDS = 10.0  # between two lines that say so
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 of nginx: the side that opens connections should close them
@@ -71,7 +71,7 @@ class _Serving:
         self._settings = served[0]
         self._listener = listener
         self._stopping = asyncio.Event()
-        self._models: list[ServedModel] = []
+        self._models: list[ModelEngines] = []
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -127,35 +127,36 @@ class _Serving:
             )
         finally:
             telling.cancel()
-        from quantkit.runtime.server.app import create_app_of, make_service
+        from quantkit.runtime.server.app import create_app_of
+        from quantkit.runtime.server.models.served_model import make_served_model
 
-        services = [
-            make_service(model.settings, model.client, tokenizer, model.shadow)
+        served = [
+            make_served_model(model.settings, model.client, tokenizer, model.shadow)
             for model, tokenizer in zip(self._models, tokenizers, strict=True)
         ]
         for model in self._models:
             self._say_ready(model, time.monotonic() - began)
-        return create_app_of(services)
+        return create_app_of(served)
 
-    async def _plan(self) -> dict[str, Share]:
+    async def _plan(self) -> dict[str, MemoryShare]:
         """Several models divide the memory before the first of them is loaded; one takes what it finds."""
-        from quantkit.runtime.server.memory_split import as_table
-        from quantkit.runtime.server.planning import plan_engines, wanted_engines
+        from quantkit.runtime.server.models.memory_planning import engine_specs, plan_engines
+        from quantkit.runtime.server.models.memory_split import as_table
 
-        shares = await plan_engines(wanted_engines(self._served))
+        shares = await plan_engines(engine_specs(self._served))
         print(as_table(shares), flush=True)
         return {share.name: share for share in shares}
 
-    async def _start_models(self, shares: dict[str, Share]) -> None:
-        from quantkit.runtime.server.planning import shadow_name
-        from quantkit.runtime.server.served_model import ServedModel, start_models
+    async def _start_models(self, shares: dict[str, MemoryShare]) -> None:
+        from quantkit.runtime.server.models.engines import ModelEngines, start_models
+        from quantkit.runtime.server.models.memory_planning import shadow_name
 
         for settings in self._served:
             name = settings.names[0]
-            self._models.append(ServedModel(settings, shares.get(name), shares.get(shadow_name(name))))
+            self._models.append(ModelEngines(settings, shares.get(name), shares.get(shadow_name(name))))
         await start_models(self._models)
 
-    def _say_ready(self, model: ServedModel, seconds: float) -> None:
+    def _say_ready(self, model: ModelEngines, seconds: float) -> None:
         info = model.client.info
         assert info is not None
         named = "" if len(self._models) == 1 else f"{model.name} is "
@@ -168,7 +169,7 @@ class _Serving:
         await asyncio.gather(*(model.close() for model in self._models))
 
     async def _listen(self, app: ASGIApp) -> None:
-        from quantkit.runtime.server.drain import DrainGate
+        from quantkit.runtime.server.middleware.drain import DrainGate
 
         settings, gate = self._settings, DrainGate(app)
         config = uvicorn.Config(
@@ -222,7 +223,7 @@ async def _until_empty(gate: DrainGate, seconds: float) -> None:
 
 def _import_engine_client() -> None:
     """Takes seconds (torch), so a thread does it: signals and lines about the loading go on meanwhile."""
-    import quantkit.runtime.server.served_model  # noqa: F401
+    import quantkit.runtime.server.models.engines  # noqa: F401
 
 
 def _application_parts(folders: Sequence[Path]) -> list[PreTrainedTokenizerBase | None]:

@@ -24,8 +24,8 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sampling_params import MOST_LOGPROBS, SamplingParams
-from quantkit.runtime.server.answering import Answering
-from quantkit.runtime.server.engine_client import EngineClient
+from quantkit.runtime.server.engine_process.client import EngineClient
+from quantkit.runtime.server.engine_process.pending import PendingRequest
 
 MOST_WAITING = 32  # answers; more are dropped
 LAST_PRIORITY = 1000  # behind everybody who comes within hours
@@ -137,11 +137,11 @@ class ShadowWatch:
             self._count(compared=1, positions=found.positions)
 
 
-async def rows_of(answering: Answering) -> list[Row]:
+async def rows_of(pending: PendingRequest) -> list[Row]:
     """The most probable tokens at every position of a prompt."""
-    async for _ in answering:
+    async for _ in pending:
         pass
-    return [dict(row) for row in answering.prompt_top_logprobs or []]
+    return [dict(row) for row in pending.prompt_top_logprobs or []]
 
 
 def compare(served: list[Row], reference: list[Row]) -> Comparison | None:

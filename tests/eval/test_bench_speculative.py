@@ -17,6 +17,8 @@ from quantkit.eval.speculative.results import COLUMNS, accepted_length, chance_o
 from quantkit.eval.speculative.run import HELDOUT, Load, TextPlan, cut_prompts
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.output.tokenizer import load_tokenizer
+from quantkit.sources import model_folder
 
 Cli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., None]
@@ -92,14 +94,14 @@ def test_contenders_take_turns_after_a_turn_that_does_not_count() -> None:
 
 
 def test_prompts_are_spread_over_the_text(tmp_path: Path) -> None:
-    engine, _ = start("demo", "checkpoint", TINY, first=False)
-    assert engine.tokenizer is not None
+    tokenizer = load_tokenizer(model_folder("demo"))
+    assert tokenizer is not None
     text = " ".join(f"number {number}" for number in range(200))
     (tmp_path / "text.txt").write_text(text)
     load = Load(batches=(1, 3), prompt=10, new=4, rounds=2)
     plan = TextPlan("demo", ("ngram",), str(tmp_path / "text.txt"), 0.0, 2, load)
-    ids = engine.tokenizer(text)["input_ids"]
-    prompts = cut_prompts(engine, plan)
+    ids = tokenizer(text)["input_ids"]
+    prompts = cut_prompts(plan)
     assert prompts[0] == ids[:10]
     assert [len(prompt) for prompt in prompts] == [10, 10, 10]  # as many as the largest batch
     assert len({tuple(prompt) for prompt in prompts}) == 3

@@ -8,6 +8,7 @@ import pytest
 
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.output.output_processor import OutputProcessor
 from quantkit.runtime.sampling.structured_output import GuideCompiler, GuideSpec
 
 SCHEMA = {
@@ -42,11 +43,15 @@ def known() -> list[str]:
     return _guided_answers({"overlap": False})
 
 
+def never(index: int) -> None:
+    raise AssertionError("nobody asked for stop strings")
+
+
 def _guided_answers(options: dict[str, object]) -> list[str]:
     """Checks them, and those beside them, on the way."""
     llm = LLM("demo", device="cpu", max_context=160, **options)
     engine = llm.engine
-    compiler = GuideCompiler(engine.tokenizer, engine.config.vocab, engine.config.eos)
+    compiler = GuideCompiler(llm.tokenizer, engine.config.vocab, engine.config.eos)
     specs = [
         GuideSpec("json_schema", json.dumps(SCHEMA)),
         GuideSpec("regex", r"[a-c]{3}-[0-9]{2}"),
@@ -61,11 +66,17 @@ def _guided_answers(options: dict[str, object]) -> list[str]:
         guided.append(engine.add(llm.encode("Answer:"), params, guides=guides))
     texts: dict[tuple[int, int], str] = {}
     ends: dict[tuple[int, int], str | None] = {}
+    processors = {
+        request.id: OutputProcessor(llm.tokenizer, request.prompt, request.params, engine.config.eos, never)
+        for request in plain + guided
+    }
     while engine.busy:
-        for delta in engine.step():
-            key = (delta.request, delta.index)
-            texts[key] = texts.get(key, "") + delta.text
-            ends[key] = delta.finished
+        for output in engine.step():
+            key = (output.request, output.index)
+            found = processors[output.request].process(output)
+            assert found is not None
+            texts[key] = texts.get(key, "") + found.text
+            ends[key] = found.finished
         engine.check_integrity()
     for index in range(2):
         answers = [texts[request.id, index] for request in guided]

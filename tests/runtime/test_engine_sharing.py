@@ -10,7 +10,8 @@ import pytest
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.step_plan import StepPlan
-from quantkit.runtime.engine.engine import PRIORITY_SECONDS, Delta, Engine, Request
+from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.engine.engine import PRIORITY_SECONDS, Engine, Request
 from quantkit.runtime.startup import start_engine
 
 TOKENS = range(3, 112)
@@ -57,7 +58,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return Random(seed).choices(TOKENS, k=length)
 
 
-def checked_step(engine: Engine) -> list[Delta]:
+def checked_step(engine: Engine) -> list[TokenOutput]:
     deltas = engine.step()
     engine.check_integrity()
     return deltas
@@ -245,6 +246,37 @@ def test_an_abort_frees_pages_at_once(overlap: bool, swap_gib: float, start: Sta
     assert {key: answer for key, answer in wanted.items() if key[0] not in aborted} == {
         key: answer for key, answer in answers.items() if key[0] not in aborted
     }
+
+
+@overlapped_or_not
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_of_several_answers_ends(overlap: bool, index: int, start: Start) -> None:
+    """Its own pages are free at once, also where the others share those of its prompt; they do not notice."""
+    options = {"kv_tokens": 256, "max_context": 96, "max_sequences": 2, "overlap": overlap}  # one of three waits
+    prompt, params = prompt_of(40), greedy(20, n=3, temperature=1.0, seed=1)
+    undisturbed = start(**options)
+    undisturbed.add(prompt, params)
+    wanted = finish(undisturbed)
+
+    engine = start(**options)
+    request = engine.add(prompt, params)
+    while len(request.sequences[index].answer) < 5:
+        checked_step(engine)
+    others = [sequence for sequence in request.sequences if sequence is not request.sequences[index]]
+    freed = set(request.sequences[index].pages) - {page for other in others for page in other.pages}
+    before = engine.scheduler.pool.free
+    engine.abort(request.id, index)
+    engine.abort(request.id, index)
+    engine.check_integrity()
+    assert engine.scheduler.pool.free == before + len(freed)
+    assert not request.finished
+    finish(engine)
+    assert engine.unfinished == 0
+    answers = [sequence.answer for sequence in request.sequences]
+    assert len(answers[index]) == 5
+    assert [answer for at, answer in enumerate(answers) if at != index] == [
+        wanted[request.id, at] for at in range(3) if at != index
+    ]
 
 
 def state_of(request: Request) -> str:

@@ -51,8 +51,8 @@ def test_without_bits_nothing_changes() -> None:
 def test_the_engine_computes_with_it(bits: int, tiny_model: Path) -> None:
     """Everything but the output layer is as before."""
     options = {"device": "cpu", "max_sequences": 4, "max_context": 64}
-    plain = start_engine(tiny_model, EngineOptions(**options), text=False)
-    engine = start_engine(tiny_model, EngineOptions(**options, head_bits=bits), text=False)
+    plain = start_engine(tiny_model, EngineOptions(**options))
+    engine = start_engine(tiny_model, EngineOptions(**options, head_bits=bits))
     before, after = plain.runner.decoder.weights, engine.runner.decoder.weights
     assert torch.equal(before.embedding, after.embedding)
     (weight,) = before.head.weights

@@ -21,7 +21,7 @@ IDS = torch.randint(3, 110, (75,), generator=torch.Generator().manual_seed(1))
 
 
 def engine_of(folder: Path, **options: int) -> Engine:
-    return start_engine(folder, EngineOptions(device="cpu", dtype="float32", **options), text=False)
+    return start_engine(folder, EngineOptions(device="cpu", dtype="float32", **options))
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def test_kernels_give_the_logits_of_the_reference(step: int | None, tmp_path: Pa
     """bfloat16 on both sides, NF4 weights: the difference is rounding."""
     quantkit.quantize("demo", "nf4", tmp_path / "nf4", quality_windows=0)
     options = EngineOptions(device="cuda", max_context=256, kv_tokens=256, max_sequences=1, graphs=False)
-    engine = start_engine(tmp_path / "nf4", options, text=False)
+    engine = start_engine(tmp_path / "nf4", options)
     ids = IDS.repeat(3)
     with torch.no_grad():
         wanted = load_reference(tmp_path / "nf4", "bfloat16", "cuda")(ids[None].cuda(), use_cache=False).logits[0]

@@ -17,10 +17,12 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.ranks import Ranks
+from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.rank_memory import rank_weight_bytes, resident_bytes
 from quantkit.runtime.sampling.structured_output import GuideCompiler, GuideSpec
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
+from quantkit.sources import model_folder
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "bf16": (),
@@ -80,7 +82,7 @@ def workload() -> list[tuple[list[int], dict[str, Any]]]:
 def run_workload(engine: Engine) -> Found:
     """Requests come at random steps; the books are checked after every one."""
     random, found = Random(1), Found()
-    compiler = GuideCompiler(engine.tokenizer, engine.config.vocab, engine.config.eos)
+    compiler = GuideCompiler(load_tokenizer(model_folder("demo")), engine.config.vocab, engine.config.eos)
     arrivals = [(random.randrange(12), *one) for one in workload()]
     waiting = sorted(range(len(arrivals)), key=lambda number: arrivals[number][0])
     requests, numbers, step = {}, {}, 0
@@ -258,7 +260,6 @@ def test_shares_add_up() -> None:
     from quantkit.checkpoint import Checkpoint
     from quantkit.runtime.device.memory import weight_bytes
     from quantkit.runtime.model.config import read_model_config
-    from quantkit.sources import model_folder
 
     checkpoint = Checkpoint(model_folder("demo"))
     config = read_model_config(checkpoint.config)

@@ -20,8 +20,8 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.parallel.launcher import Job, LocalWorkers
-from quantkit.runtime.server.answering import EngineDied
-from quantkit.runtime.server.engine_client import EngineClient
+from quantkit.runtime.server.engine_process.client import EngineClient
+from quantkit.runtime.server.engine_process.pending import EngineDied
 from quantkit.runtime.startup import start_engine
 
 pytestmark = pytest.mark.xdist_group("ranks that die")

@@ -28,8 +28,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from quantkit.runtime.output.tokenizer import load_tokenizer
-from quantkit.runtime.server.app import create_app_of, make_service
-from quantkit.runtime.server.engine_client import EngineClient, EngineStats
+from quantkit.runtime.server.app import create_app_of
+from quantkit.runtime.server.engine_process.client import EngineClient, EngineStats
+from quantkit.runtime.server.models.served_model import make_served_model
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.sources import model_folder
 
@@ -108,7 +109,7 @@ class _Thread:
     async def start(self, *each: ServerSettings) -> LiveServer:
         engines = [await self._engine(settings) for settings in each]
         pairs = zip(each, engines, strict=True)
-        app = create_app_of([make_service(settings, engine, self._tokenizer) for settings, engine in pairs])
+        app = create_app_of([make_served_model(settings, engine, self._tokenizer) for settings, engine in pairs])
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=3
         )

@@ -15,9 +15,10 @@ from typing import Any
 import openai
 import pytest
 
-from quantkit.runtime.server.access import MOST_CALLERS, Queue, RateLimit
 from quantkit.runtime.server.config_file import ApiKey
 from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.middleware.access import MOST_CALLERS, RateLimit
+from quantkit.runtime.server.models.admission import AdmissionQueue
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 KEYS = (ApiKey.of("alice", ALICE), ApiKey.of("bob", BOB))
@@ -100,7 +101,7 @@ def test_a_rate_limit_refills_and_forgets() -> None:
 
 
 def test_the_queue_counts_answers() -> None:
-    queue = Queue(at_once=2, waiting=1)
+    queue = AdmissionQueue(at_once=2, waiting=1)
     first = queue.enter(5)  # alone, it may be larger than all the room
     with pytest.raises(ApiError):
         queue.enter(1)
@@ -117,7 +118,7 @@ def test_the_queue_counts_answers() -> None:
 
 def test_a_full_queue(start_server: Any) -> None:
     server = start_server(max_queue=1)
-    full = server.app.state.services.each[0].queue
+    full = server.app.state.models.each[0].queue
     with asking(server, LONG | {"n": server.engine.info.max_sequences + 1, "stream": True}) as connection:
         connection.getresponse()  # the headers: it is being answered
         reply = server.ask("POST", PLAIN, SHORT)
@@ -142,7 +143,7 @@ def test_a_client_that_leaves(live_server: Any, stream: bool) -> None:
     live_server.wait_until(lambda stats: stats.running == 0)
     assert live_server.stats.kv_pages_used <= before
     assert live_server.stats.generated_tokens - generated < 4 * 480
-    assert live_server.app.state.services.each[0].queue.taken == 0
+    assert live_server.app.state.models.each[0].queue.taken == 0
     assert live_server.engine.open_requests == 0
 
 

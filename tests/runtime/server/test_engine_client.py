@@ -15,8 +15,8 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.server.answering import Answering, EngineDied
-from quantkit.runtime.server.engine_client import EngineClient
+from quantkit.runtime.server.engine_process.client import EngineClient
+from quantkit.runtime.server.engine_process.pending import EngineDied, PendingRequest
 
 PROMPT = [420, 518, 1060]
 pytestmark = pytest.mark.xdist_group("engine-process")
@@ -47,8 +47,8 @@ async def tokens_of(client: EngineClient, params: SamplingParams) -> list[list[i
     return found
 
 
-async def drained(answering: Answering) -> None:
-    async for _ in answering:
+async def drained(pending: PendingRequest) -> None:
+    async for _ in pending:
         pass
 
 
@@ -85,17 +85,34 @@ def test_the_process_answers_as_the_engine_does() -> None:
     assert info.vocab == llm.engine.config.vocab
 
 
+async def one_of_three_ends(client: EngineClient) -> None:
+    """The others go on, and the engine computes no more of it than was on its way."""
+    await until(lambda: client.stats.running == 0)
+    before = client.stats.generated_tokens
+    pending = client.submit(PROMPT, SamplingParams(n=3, max_tokens=150, temperature=1.0, seed=3, ignore_eos=True))
+    counts = [0, 0, 0]
+    async for output in pending:
+        counts[output.index] += 1
+        if counts[1] == 2 and output.index == 1:
+            pending.abort(1)
+    assert counts[0] == counts[2] == 150
+    assert client.open_requests == 0
+    await until(lambda: client.stats.running == 0)
+    assert client.stats.generated_tokens - before < 2 * 150 + 75
+
+
 def test_aborts_give_pages_back_and_others_go_on() -> None:
     async def use(client: EngineClient) -> None:
         long = SamplingParams(max_tokens=200, ignore_eos=True)
         doomed = [client.submit(PROMPT, long) for _ in range(6)]
         other = asyncio.create_task(tokens_of(client, SamplingParams(max_tokens=40, ignore_eos=True)))
-        for answering in doomed:
-            await anext(aiter(answering))
-            answering.abort()
+        for pending in doomed:
+            await anext(aiter(pending))
+            pending.abort()
             with pytest.raises(StopAsyncIteration):
-                await anext(aiter(answering))
+                await anext(aiter(pending))
         assert len((await other)[0]) == 40
+        await one_of_three_ends(client)
         await until(lambda: client.stats.running == 0 and client.stats.kv_pages_used == 0)
         assert client.open_requests == 0
 
@@ -121,12 +138,12 @@ def test_a_killed_process_is_replaced() -> None:
 
     async def use(client: EngineClient) -> None:
         before = await tokens_of(client, SamplingParams(max_tokens=8))
-        answering = [client.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(3)]
-        await anext(aiter(answering[0]))
+        pending = [client.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(3)]
+        await anext(aiter(pending[0]))
         pid = client.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        for one in answering:
+        for one in pending:
             with pytest.raises(EngineDied, match="died"):
                 await asyncio.wait_for(drained(one), 2)
         assert not client.ready
@@ -145,7 +162,7 @@ def test_the_engine_ends_when_its_server_is_killed() -> None:
     code = """
 import asyncio, os, signal
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.server.engine_client import EngineClient
+from quantkit.runtime.server.engine_process.client import EngineClient
 
 async def main():
     client = EngineClient("demo", {"device": "cpu", "max_context": 256})

@@ -8,18 +8,18 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.runtime.device.memory import MemoryPlan
-from quantkit.runtime.server.memory_split import GPU_PROCESS, Need, as_table, split_memory
-from quantkit.runtime.server.planning import Wanted, make_plan, plan_engines
+from quantkit.runtime.server.models.memory_planning import EngineSpec, make_plan, plan_engines
+from quantkit.runtime.server.models.memory_split import GPU_PROCESS, MemoryNeed, as_table, split_memory
 
 PAGE = 16
 
 
-def need(name: str, weights: int, *, most: int = 10_000, least: int = 2, part: float = 1.0, **other: Any) -> Need:
+def need(name: str, weights: int, *, most: int = 10_000, least: int = 2, part: float = 1.0, **other: Any) -> MemoryNeed:
     """An engine with pages of 100 bytes; it could use `most` of them and needs `least`."""
     fields = {"activations": 0, "graphs": 0, "page_bytes": 100, "page_size": PAGE} | other
     device = fields.pop("device", "cpu")
     plan = MemoryPlan(available=1 << 60, weights=weights, pages=most, max_context=1000, **fields)
-    return Need(name, device, plan, least, part)
+    return MemoryNeed(name, device, plan, least, part)
 
 
 def test_what_is_left_is_divided_evenly() -> None:
@@ -94,8 +94,8 @@ def test_no_division_takes_more_than_there_is() -> None:
             assert left < sum(one.page_bytes for one in needs) + len(needs), "memory was left though somebody wants it"
 
 
-def wanted(name: str, model: str, **options: Any) -> Wanted:
-    return Wanted(name, model, {"device": "cpu"} | options)
+def wanted(name: str, model: str, **options: Any) -> EngineSpec:
+    return EngineSpec(name, model, {"device": "cpu"} | options)
 
 
 def test_the_plan_of_real_models() -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quantkit.runtime.server import metrics as metrics_module
-from quantkit.runtime.server.engine_client import EngineInfo, EngineStats
+from quantkit.runtime.server.engine_process.client import EngineInfo, EngineStats
 from quantkit.runtime.server.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[3]

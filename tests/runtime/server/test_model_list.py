@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.runtime.server.model_list import load_served
+from quantkit.runtime.server.models.model_list import load_model_settings
 from quantkit.runtime.server.settings import ServerSettings
 
 RunCli = Callable[..., tuple[int, str, str]]
 
 
 def load(*arguments: str, config: Path | None = None, **flags: Any) -> tuple[ServerSettings, ...]:
-    return load_served(arguments, flags, config, {})
+    return load_model_settings(arguments, flags, config, {})
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_of_several_models_one_is_chosen(page: Browser, start_server: Callable[.
     set_field(page, "#max_tokens", "3")
     send(page, "Hello")
     eventually(page, lambda: facts(page))
-    asked = [service.metrics.snapshot()["requests_total"] for service in server.app.state.services.each]
+    asked = [model.metrics.snapshot()["requests_total"] for model in server.app.state.models.each]
     assert asked == [0, 1]
     assert "small" in one(page, "#model-rows").text
 

@@ -38,7 +38,7 @@ def test_files_come_with_their_type_and_a_strict_policy(live_server: Any, path: 
     assert "unsafe" not in policy
 
 
-@pytest.mark.parametrize("path", ["page/nothing.js", "page/..%2fpage_routes.py", "page/%2e%2e/settings.py", "page/"])
+@pytest.mark.parametrize("path", ["page/nothing.js", "page/..%2fapp.py", "page/%2e%2e/settings.py", "page/"])
 def test_nothing_but_the_files_of_the_page_is_served(live_server: Any, path: str) -> None:
     status, _, body = fetch(f"{live_server.base_url}/{path}")
     assert status == 404

@@ -9,7 +9,7 @@ import torch
 
 import quantkit
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.server.engine_client import EngineClient
+from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.shadow import ShadowNumbers, ShadowWatch, compare, divergence_of, repeats
 
 pytestmark = pytest.mark.xdist_group("engine-process")

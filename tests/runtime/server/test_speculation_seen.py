@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.engine.engine import Delta
+from quantkit.runtime.core.token_output import TokenOutput
 from quantkit.runtime.output.tokenizer import load_tokenizer
-from quantkit.runtime.server.answering import Answering
-from quantkit.runtime.server.answers import Answers
+from quantkit.runtime.server.engine_process.pending import PendingRequest
+from quantkit.runtime.server.models.answer_stream import AnswerStream
 from quantkit.sources import model_folder
 
 QUESTION: Any = [{"role": "user", "content": "What is a list?"}]
@@ -125,11 +125,11 @@ def test_guesses_behind_the_end_of_an_answer_are_rejected(guesses: tuple[int, in
     """Three tokens, of which the first is never a guess: at most two can have been guessed right."""
     tokenizer = load_tokenizer(model_folder("demo"))
     assert tokenizer is not None
-    answering = Answering(_Nobody(), 0, 1)
-    answers = Answers(answering, [5], SamplingParams(), tokenizer, frozenset(), _Nobody(), 0.0)  # type: ignore[arg-type]
+    pending = PendingRequest(_Nobody(), 0, 1)
+    answers = AnswerStream(pending, [5], SamplingParams(), tokenizer, (), _Nobody(), 0.0)  # type: ignore[arg-type]
     for token in (10, 11, 12):
-        answers._take(Delta(0, 0, token))
-    answering.guesses[0] = guesses
+        answers._take(TokenOutput(0, 0, token))
+    pending.guesses[0] = guesses
     assert answers.predicted == told
 
 

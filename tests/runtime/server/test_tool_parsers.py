@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 import quantkit
 from quantkit.errors import InputError
-from quantkit.runtime.server.tool_parsers import ToolCall, ToolPiece, ToolStream, gathered, style_of, tool_parser
-from quantkit.runtime.server.tool_syntaxes import DEEPEST, SYNTAXES
+from quantkit.runtime.server.tools.parsers import ToolCall, ToolPiece, ToolStream, gathered, style_of, tool_parser
+from quantkit.runtime.server.tools.syntaxes import DEEPEST, SYNTAXES
 
 STYLES = sorted(SYNTAXES)
 STYLE = st.sampled_from(STYLES)

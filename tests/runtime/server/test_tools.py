@@ -18,9 +18,7 @@ from transformers import AutoTokenizer
 import quantkit
 from quantkit.errors import InputError
 from quantkit.runtime.sampling.structured_output import Guide, GuideCompiler
-from quantkit.runtime.server.tool_parsers import ToolCall, gathered, tool_parser
-from quantkit.runtime.server.tool_syntaxes import SYNTAXES
-from quantkit.runtime.server.tools import (
+from quantkit.runtime.server.tools.definitions import (
     MOST_PARALLEL_CALLS,
     ToolsError,
     check_tools,
@@ -29,6 +27,8 @@ from quantkit.runtime.server.tools import (
     tool_system_text,
     turns_with_tools,
 )
+from quantkit.runtime.server.tools.parsers import ToolCall, gathered, tool_parser
+from quantkit.runtime.server.tools.syntaxes import SYNTAXES
 
 pytest.importorskip("llguidance")
 

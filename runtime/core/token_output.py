@@ -1,0 +1,20 @@
+"""What the engine gives for every token: ids and numbers, no text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.runtime.core.sequence import FinishReason
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One new token of one answer, and whether the answer ends with it."""
+
+    request: int
+    index: int  # which of the n answers
+    token: int | None
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    finished: FinishReason | None = None
+    stop_reason: int | None = None  # the token that ended it, where that was not the model's own end

@@ -1,0 +1,22 @@
+"""Why an answer ends, as far as tokens tell."""
+
+from __future__ import annotations
+
+from quantkit.errors import QuantkitError
+from quantkit.runtime.core.sequence import FinishReason, Sequence
+
+
+def why_ends(sequence: Sequence, token: int, eos: tuple[int, ...]) -> tuple[FinishReason | None, int | None]:
+    """Why a sequence ends with this token (None: it goes on), and the end token where it is not the model's own."""
+    if token in sequence.end_tokens:
+        return "stop", None if token in eos else token
+    if sequence.guide is not None:
+        try:
+            sequence.guide.advance(token)
+        except QuantkitError:  # the grammar became too complex: the answer cannot be trusted
+            return "error", None
+        if sequence.guide.finished:
+            return "stop", None
+    if len(sequence.answer) >= sequence.max_new:
+        return "length", None
+    return None, None

@@ -1,0 +1,251 @@
+"""The engine process of the server. FD is its end of a socket:
+
+    python -m quantkit.runtime.server.engine_process.process FD
+
+It first reads what to serve, then answers `add` and `abort`. One thread reads, one writes, the main one steps; so
+neither a slow server nor a long message stalls a step. When the other side goes, it goes.
+
+    in    {"serve": {"model", "options"}}, {"add": {"id", "prompt", "params", "priority", "guide"}},
+          {"abort": id, "index": of one of its answers, or null}
+    out   {"ready": info} or {"failed": text, "code"}, {"refused": id, "why"}, {"outputs": [...]}, {"stats": {...}},
+          {"prompt_logprobs": {"id", "logprobs", "top"}}
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError, QuantkitError
+from quantkit.runtime.core import framing
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.engine.engine import Engine, Request
+from quantkit.runtime.output.tokenizer import load_tokenizer
+from quantkit.runtime.parallel.launcher import Launcher
+from quantkit.runtime.startup import start_engine
+from quantkit.sources import model_folder
+
+if TYPE_CHECKING:
+    from quantkit.runtime.sampling.structured_output import GuideCompiler
+
+STATS_SECONDS = 0.1
+
+
+class EngineLoop:
+    """An engine that takes its requests from messages."""
+
+    def __init__(self, engine: Engine, model: str, outbox: queue.Queue[framing.Message | None]) -> None:
+        self._engine = engine
+        self._model = model
+        self._outbox = outbox
+        self._names: dict[int, int] = {}  # the engine's id of a request -> the server's
+        self._requests: dict[int, Request] = {}  # by the server's id
+        self._compiler: GuideCompiler | None = None
+        self._sent_stats = 0.0
+
+    def run(self, inbox: queue.Queue[framing.Message | None]) -> None:
+        """Until the inbox brings None."""
+        while True:
+            try:
+                message = inbox.get_nowait() if self._engine.busy else inbox.get()
+            except queue.Empty:
+                self._step()
+                continue
+            if message is None:
+                return
+            self._take(message)
+
+    def _take(self, message: framing.Message) -> None:
+        if "add" in message:
+            self._add(message["add"])
+        elif "abort" in message:
+            self._abort(message["abort"], message["index"])
+        elif "broken" in message:
+            self._engine.check()
+
+    def _add(self, wanted: dict[str, Any]) -> None:
+        try:
+            given = wanted["params"] | {"logit_bias": dict(wanted["params"]["logit_bias"])}
+            params = SamplingParams(**given)
+            guides = self._guides(wanted["guide"], params.n)
+            request = self._engine.add(wanted["prompt"], params, priority=wanted["priority"], guides=guides)
+        except QuantkitError as error:
+            self._outbox.put({"refused": wanted["id"], "why": str(error)})
+            return
+        self._requests[wanted["id"]] = request
+        self._names[request.id] = wanted["id"]
+
+    def _abort(self, name: int, index: int | None) -> None:
+        """One of the n answers, or all of them where `index` is None. What has ended is not known here any more."""
+        request = self._requests.get(name)
+        if request is not None:
+            self._engine.abort(request.id, index)
+            if request.finished:
+                del self._requests[name], self._names[request.id]
+        self._send_stats()
+
+    def _guides(self, spec: dict[str, Any] | None, count: int) -> list[Any]:
+        if spec is None:
+            return []
+        from quantkit.runtime.sampling.structured_output import (  # a library that few requests need
+            GuideCompiler,
+            GuideSpec,
+        )
+
+        if self._compiler is None:
+            tokenizer = load_tokenizer(model_folder(self._model))
+            if tokenizer is None:
+                raise InputError("structured output needs a tokenizer, which this model folder lacks")
+            self._compiler = GuideCompiler(tokenizer, self._engine.config.vocab, self._engine.config.eos)
+        return [self._compiler.compile(GuideSpec(**spec)) for _ in range(count)]
+
+    def _step(self) -> None:
+        outputs = [output for output in self._engine.step() if output.request in self._names]
+        rows = [self._row(output) for output in outputs]
+        for output in outputs:
+            if output.request not in self._engine.requests and output.request in self._names:
+                del self._requests[self._names.pop(output.request)]
+        if rows:
+            self._outbox.put({"outputs": rows})
+        if not self._engine.busy or time.monotonic() - self._sent_stats > STATS_SECONDS:
+            self._send_stats()
+
+    def _row(self, output: TokenOutput) -> list[Any]:
+        """[id, index, token, finished, stop_reason, logprob, top], and where there is something to say behind them:
+        [queued seconds, cached tokens] of a first token or None, and [guessed, accepted] tokens of the answer so far.
+        """
+        name = self._names[output.request]
+        request = self._requests[name]
+        sequence = request.sequences[output.index]
+        row: list[Any] = [name, output.index, output.token, output.finished, output.stop_reason]
+        row += [output.logprob, output.top]
+        first = None
+        if len(sequence.answer) == 1:
+            first = [(sequence.started or request.arrived) - request.arrived, sequence.num_reused]
+            if output.index == 0 and request.params.prompt_logprobs is not None:
+                self._send_prompt_logprobs(name, request)
+        if sequence.num_guessed:
+            return [*row, first, [sequence.num_guessed, sequence.num_accepted]]
+        return row if first is None else [*row, first]
+
+    def _send_prompt_logprobs(self, name: int, request: Request) -> None:
+        logprobs = [value for part in request.prompt_logprobs for value in part.logprobs]
+        top = [row for part in request.prompt_logprobs for row in part.top]
+        self._outbox.put({"prompt_logprobs": {"id": name, "logprobs": [None, *logprobs], "top": [[], *top]}})
+
+    def _send_stats(self) -> None:
+        self._sent_stats = time.monotonic()
+        scheduler, pool = self._engine.scheduler, self._engine.scheduler.pool
+        speculation = self._engine.speculation
+        stats = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_pages_used": pool.usable - pool.free,
+            "kv_pages_total": pool.usable,
+            "prompt_tokens": scheduler.prompt_tokens,
+            "reused_tokens": scheduler.reused_tokens,
+            "generated_tokens": self._engine.generated,
+            "preemptions": scheduler.preemptions,
+            "steps": self._engine.steps,
+            "draft_steps": speculation.steps,
+            "guessed_tokens": speculation.guessed,
+            "accepted_tokens": speculation.accepted,
+            "saved_seconds": speculation.saved_seconds,
+        }
+        self._outbox.put({"stats": stats})
+
+
+def describe(engine: Engine, model: str) -> dict[str, Any]:
+    """What `EngineInfo` holds."""
+    from quantkit.inspection import inspect_checkpoint
+
+    found = inspect_checkpoint(model_folder(model))
+    schemes = sorted(found.schemes)
+    memory, options = engine.memory, engine.options
+    embedding = engine.runner.decoder.weights.embedding
+    head = [] if options.head_bits is None else [f"head {options.head_bits} bit"]
+    return {
+        "model": model,
+        "format": ", ".join([*(schemes or [str(embedding.dtype)[6:]]), *head]),
+        "bits": found.quantized_bits_per_weight,
+        "device": str(options.torch_device),
+        "dtype": str(embedding.dtype)[6:],
+        "kv_dtype": str(engine.runner.cache.pages.dtype)[6:],
+        "weights_bytes": memory.weights,
+        "kv_tokens": memory.kv_tokens,
+        "page_size": memory.page_size,
+        "max_context": memory.max_context,
+        "vocab": engine.config.vocab,
+        "eos": list(engine.config.eos),
+        "max_sequences": options.sequences,
+        "speculates": engine.speculation.on,
+    }
+
+
+def main(descriptor: int, launcher: Launcher | None = None) -> None:
+    """Serves over a socket. `launcher` starts the other ranks of the engine, where not this machine does."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may reach the whole group: the server decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    inbox: queue.Queue[framing.Message | None] = queue.Queue()
+    outbox: queue.Queue[framing.Message | None] = queue.Queue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    writer = threading.Thread(target=_write, args=(connection, outbox), daemon=True)
+    writer.start()
+    first = inbox.get()
+    if first is None:
+        return
+    wanted = first["serve"]
+    try:
+        engine = start_engine(wanted["model"], EngineOptions(**wanted["options"]), launcher=launcher)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again
+        engine.when_broken(lambda: inbox.put({"broken": True}))
+        outbox.put({"ready": describe(engine, wanted["model"])})
+    except QuantkitError as error:
+        outbox.put({"failed": str(error), "code": error.exit_code})
+    else:
+        code = _serve(EngineLoop(engine, wanted["model"], outbox), inbox)
+        engine.close()
+        if code:  # with what stands in the outbox: nobody takes the answers of half an engine
+            os._exit(code)
+    outbox.put(None)
+    writer.join(timeout=5)
+    os._exit(0)  # threads of libraries may not want to end
+
+
+def _serve(loop: EngineLoop, inbox: queue.Queue[framing.Message | None]) -> int:
+    """Until the inbox brings None, or a rank dies: says why, and gives the exit code."""
+    try:
+        loop.run(inbox)
+    except QuantkitError as error:
+        print(f"quantkit: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def _read(connection: socket.socket, inbox: queue.Queue[framing.Message | None]) -> None:
+    while (message := framing.read_message(connection)) is not None:
+        inbox.put(message)
+    inbox.put(None)
+
+
+def _write(connection: socket.socket, outbox: queue.Queue[framing.Message | None]) -> None:
+    try:
+        while (message := outbox.get()) is not None:
+            connection.sendall(framing.pack_message(message))
+    except OSError:  # the server is gone, and the reader has seen it too
+        return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

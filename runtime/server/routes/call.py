@@ -1,0 +1,191 @@
+"""One request of a client on its way through the engine: its room in the queue, its time limit, its end.
+
+    enter the queue -> submit prompts -> pieces -> (finished | the client left | time is up | the engine died) -> close
+
+However it ends, `close` gives everything back: the engine's request, the room in the queue, the numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.sampling.structured_output import GuideSpec
+from quantkit.runtime.server.engine_process.pending import EngineDied
+from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.logs import note, note_accepted
+from quantkit.runtime.server.models.admission import Ticket
+from quantkit.runtime.server.models.answer_stream import AnswerStream, Piece, merged
+from quantkit.runtime.server.models.served_model import ServedModel
+from quantkit.runtime.server.schemas.logprobs import TokenTexts
+
+Result = TypeVar("Result")
+CLIENT_LEFT = 499  # nginx's status for it; nobody receives it, the log does
+
+
+class ClientLeft(ApiError):
+    """The client closed the connection before its answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_LEFT, "the client closed the connection", code="client_left")
+
+
+class Call:
+    """One accepted request."""
+
+    def __init__(self, model: ServedModel, request: Request, kind: str, name: str, answers: int) -> None:
+        """`name` is the one that the client asked for."""
+        if not model.client.ready:
+            raise EngineDied("the engine is not ready; try again in a moment")
+        self.model = model
+        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self.model_name = name
+        self.created = int(time.time())
+        self.arrived = time.monotonic()
+        self.sources: list[AnswerStream] = []
+        self.finish_reason = "abort"  # unless it turns out otherwise
+        self._request = request
+        self._ticket: Ticket = model.queue.enter(answers)
+        self._closed = False
+        self._seconds = model.settings.request_timeout_seconds
+        self._deadline = asyncio.get_running_loop().time() + self._seconds
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        guide: GuideSpec | None = None,
+        no_text: bool = False,
+    ) -> None:
+        info, tokenizer = self.model.info, self.model.prompts.tokenizer
+        for number, prompt in enumerate(prompts):
+            if len(prompt) >= info.max_context:
+                raise _too_long(len(prompt), info.max_context)
+            pending = self.model.client.submit(prompt, params, priority=priority, guide=guide)
+            source = AnswerStream(
+                pending, prompt, params, tokenizer, info.eos, self.model.metrics, self.arrived, number, no_text
+            )
+            self.sources.append(source)
+        self.model.metrics.request_started()
+        note_accepted(self._request.scope)
+
+    def pieces(self) -> AsyncGenerator[Piece, None]:
+        return merged(self.sources)
+
+    async def watched(self, work: Awaitable[Result]) -> Result:
+        """Waits for work as long as the client does, and no longer than the limit."""
+        task = asyncio.ensure_future(work)
+        left = asyncio.ensure_future(client_left(self._request.receive))
+        try:
+            async with self.limit():
+                await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientLeft
+            return task.result()
+        finally:
+            await end_tasks(task, left)
+
+    @contextlib.asynccontextmanager
+    async def limit(self) -> AsyncGenerator[None, None]:
+        """The time limit of the server, as an error that says so."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                yield
+        except TimeoutError:
+            message = f"the answer took longer than {self._seconds:g} s, the limit of this server; ask for fewer tokens"
+            raise ApiError(504, message, code="timeout") from None
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(len(source.prompt) for source in self.sources)
+        generated = sum(source.generated for source in self.sources)
+        cached = sum(source.pending.cached_tokens for source in self.sources)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if self.model.info.speculates:
+            usage["completion_tokens_details"] = self._predicted()
+        return usage
+
+    def _predicted(self) -> dict[str, int]:
+        """OpenAI's names for tokens that somebody guessed. Rejected ones are not among the completion's tokens."""
+        found = [source.predicted for source in self.sources]
+        return {
+            "accepted_prediction_tokens": sum(accepted for accepted, _ in found),
+            "rejected_prediction_tokens": sum(rejected for _, rejected in found),
+        }
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        return self.model.token_texts
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Gives back what is still held; once is enough, twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        for source in self.sources:
+            source.pending.abort()
+        self._ticket.leave()
+        if error is None and self.model.shadow is not None:
+            for source in self.sources:
+                for tokens in source.finished_tokens:
+                    self.model.shadow.offer(list(source.prompt), tokens)
+        if error is not None and not isinstance(error, ClientLeft | asyncio.CancelledError):
+            self.finish_reason = "error"
+        self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        usage = self.usage
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        told: dict[str, Any] = {"model": self.model_name}
+        if isinstance(error, Exception):
+            told["error"] = error.code if isinstance(error, ApiError) else type(error).__name__
+        if self.sources:
+            self.model.metrics.request_finished(
+                self.finish_reason,
+                usage["prompt_tokens"],
+                cached,
+                usage["completion_tokens"],
+                time.monotonic() - self.arrived,
+            )
+            told |= {
+                "queued_seconds": self.sources[0].pending.queued_seconds,
+                "first_token_seconds": self.sources[0].first_token_seconds,
+                "prompt_tokens": usage["prompt_tokens"],
+                "cached_tokens": cached,
+                "generated_tokens": usage["completion_tokens"],
+                "finish_reason": self.finish_reason,
+            }
+        note(self._request.scope, **told)
+
+
+async def client_left(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels what is not done, and waits until it is."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _too_long(tokens: int, limit: int) -> ApiError:
+    message = f"the prompt has {tokens} tokens, but contexts end at {limit}, the answer included; shorten it"
+    return ApiError(400, message, code="context_length_exceeded")

@@ -1,0 +1,34 @@
+"""/tokenize and /detokenize: texts and token ids, as the model sees them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from quantkit.runtime.server.errors import ApiError, documented
+from quantkit.runtime.server.models.registry import find_model
+from quantkit.runtime.server.schemas.requests import DetokenizeRequest, TokenizeChat, TokenizeText
+from quantkit.runtime.server.schemas.responses import DetokenizedText, Tokens
+
+router = APIRouter()
+
+
+@router.post("/tokenize", tags=["tokens"], responses=documented(400, 401, 404, 408, 413, 429, 503))
+async def tokenize(body: TokenizeText | TokenizeChat, request: Request) -> Tokens:
+    """Token ids of a text, or of a conversation as the model sees it."""
+    model, _ = find_model(request, body.model)
+    if isinstance(body, TokenizeChat):
+        tokens = await model.prompts.encode_chat(body.messages)
+    else:
+        tokens = await model.prompts.encode(body.prompt, special=body.add_special_tokens is not False)
+    return Tokens(tokens=tokens, count=len(tokens), max_model_len=model.info.max_context)
+
+
+@router.post("/detokenize", tags=["tokens"], responses=documented(400, 401, 404, 408, 413, 429, 503))
+async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizedText:
+    """The text of token ids, special tokens included."""
+    model, _ = find_model(request, body.model)
+    outside = [token for token in body.tokens if token >= model.info.vocab]
+    if outside:
+        message = f"tokens names {outside[0]}, but this model's go from 0 to {model.info.vocab - 1}"
+        raise ApiError(400, message, param="tokens", code="invalid_value")
+    return DetokenizedText(prompt=await model.prompts.decode(body.tokens))
