@@ -22,10 +22,10 @@ overlapped_or_not = pytest.mark.parametrize("overlap", [False, True], ids=["wait
 
 @pytest.fixture
 def start(family_model: Callable[[str], Path]) -> Start:
-    """`start(**options)`: an engine for a tiny Llama of 256 positions, or for `model`."""
+    """`start(**options)`: an engine for a tiny Llama of 256 positions."""
 
-    def begin(model: str | None = None, **options: Any) -> Engine:
-        return start_engine(model or family_model("llama"), EngineOptions(device="cpu", **options))
+    def begin(**options: Any) -> Engine:
+        return start_engine(family_model("llama"), EngineOptions(device="cpu", **options))
 
     return begin
 
@@ -76,20 +76,20 @@ def finish(engine: Engine) -> dict[tuple[int, int], list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("step_tokens", [512, 2048])
+@pytest.mark.parametrize("step_tokens", [96, 512])
 def test_a_common_prefix_is_computed_once(step_tokens: int, start: Start, watch_plans: WatchPlans) -> None:
     """64 requests at once, whatever of the prefix fits into a step."""
-    engine = start("demo", step_tokens=step_tokens, max_sequences=64, max_context=1056)
+    engine = start(step_tokens=step_tokens, max_sequences=64)
     plans = watch_plans(engine)
-    prefix = prompt_of(1024)
+    prefix = prompt_of(192)
     for number in range(64):
         engine.add([*prefix, *prompt_of(5, seed=number)], greedy(3))
     answers = finish(engine)
     assert len(answers) == 64
     assert all(len(answer) == 3 for answer in answers.values())
-    assert sum(plan.tokens for plan in plans) == 1024 + 64 * (5 + 2)  # the last token of an answer is not computed
-    assert engine.scheduler.reused_tokens == 63 * 1024
-    assert engine.scheduler.prompt_tokens == 64 * 1029
+    assert sum(plan.tokens for plan in plans) == 192 + 64 * (5 + 2)  # the last token of an answer is not computed
+    assert engine.scheduler.reused_tokens == 63 * 192
+    assert engine.scheduler.prompt_tokens == 64 * 197
     assert engine.scheduler.preemptions == 0
 
 
