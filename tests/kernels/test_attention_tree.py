@@ -33,8 +33,8 @@ def run(batch: Batch, **overrides: Any) -> Tensor:
 
 
 def check(batch: Batch, launches: int | None = None, **overrides: Any) -> None:
-    """Near the exact result, no worse than twice torch in the same dtype, the same bits in every launch, tickets back at
-    zero. By default two launches on a GPU; the interpreter runs programs one by one."""
+    """Near the exact result, no worse than twice torch in the same dtype, the same bits in every launch, tickets back
+    at zero. By default two launches on a GPU; the interpreter runs programs one by one."""
     q, keys = batch.tensors[0], batch.tensors[1]
     scratch = make_scratch(
         q.device, sequences=64, heads=q.shape[1], kv_heads=keys.shape[1], head_dim=q.shape[2], max_queries=64,

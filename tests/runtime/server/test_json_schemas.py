@@ -8,8 +8,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-pytestmark = pytest.mark.xdist_group("server")
-
 
 def random_schema(pick: random.Random, depth: int = 2) -> dict[str, Any]:
     """One that even a weak model comes to the end of: all lengths and ranges are bounded."""
