@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,15 @@ FREE_PROMPTS, FREE = ("The function returns", "In the year"), SamplingParams(max
         {"overlap": True},
         {"overlap": True, "kv_tokens": 256},
         {"overlap": True, "speculative": "ngram,k=6,adaptive=off"},
-        {"overlap": False, "speculative": "draft={rounded},k=4,adaptive=off", "kv_tokens": 320},
+        {"overlap": False, "speculative": "draft={noisy},k=4,adaptive=off", "kv_tokens": 320},
     ],
     ids=str,
 )
 def test_answers_follow_their_guides_beside_others(
-    options: dict[str, Any], known: list[str], unguided: list[str], quantized_draft: Callable[..., Path]
+    options: dict[str, Any], known: list[str], unguided: list[str], noisy_draft: Path
 ) -> None:
-    if "rounded" in options.get("speculative", ""):
-        rounded = quantized_draft("rtn-w3g128")
-        options = options | {"speculative": options["speculative"].format(rounded=rounded)}
+    if "speculative" in options:
+        options = options | {"speculative": options["speculative"].format(noisy=noisy_draft)}
     assert _guided_answers(options, unguided) == known
 
 

@@ -138,18 +138,18 @@ def test_pages_are_full_at_saturation(
 ) -> None:
     """While somebody waits for pages alone, 95 % of them are in use. Of those, `check_integrity` says, a sequence's are
     full of its tokens but for the last one."""
-    engine = start(max_sequences=64, kv_tokens=2048, max_context=128, share_prefixes=share_prefixes, overlap=overlap)
+    engine = start(max_sequences=32, kv_tokens=1024, max_context=128, share_prefixes=share_prefixes, overlap=overlap)
     scheduler, pool, budget = engine.scheduler, engine.scheduler.pool, engine.options.budget
     shares_in_use: list[float] = []
 
     def measure(plan: StepPlan) -> None:
-        if scheduler.waiting and plan.tokens < budget and len(scheduler.running) < 64:
+        if scheduler.waiting and plan.tokens < budget and len(scheduler.running) < 32:
             shares_in_use.append(1 - pool.free / pool.usable)
 
     watch_plans(engine, measure)
     random = Random(0)
     for number in range(192):
-        engine.add(prompt_of(random.randint(4, 60), seed=number), greedy(random.randint(4, 60)))
+        engine.add(prompt_of(random.randint(4, 40), seed=number), greedy(random.randint(4, 40)))
     finish(engine)
     assert len(shares_in_use) > 100
     assert min(shares_in_use) >= 0.95

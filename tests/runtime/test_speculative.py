@@ -86,12 +86,6 @@ def plain() -> Callable[[str], list[tuple[list[int], str | None]]]:
     return cache(lambda model: told(serve(engine_of(model), texts_for(model))[0]))
 
 
-@pytest.fixture(scope="module")
-def rounded(quantized_draft: Callable[..., Path]) -> Path:
-    """A draft that guesses well, and not always: the model that serves, in three bits."""
-    return quantized_draft("rtn-w3g128")
-
-
 FEW_PAGES: dict[str, Any] = {"kv_tokens": 288}
 SWAPPED: dict[str, Any] = {"kv_tokens": 288, "swap_gib": 0.05}
 
@@ -101,9 +95,9 @@ SWAPPED: dict[str, Any] = {"kv_tokens": 288, "swap_gib": 0.05}
     [
         ("demo-draft", "ngram,k=6,adaptive=off", {}),
         ("demo-draft", "ngram,k=6,adaptive=off", SWAPPED),
-        ("demo-draft", "draft={rounded},k=3,adaptive=off", {}),
-        ("demo-draft", "draft={rounded},k=3,adaptive=off", FEW_PAGES),
-        ("demo-draft", "draft={rounded},k=3,adaptive=off", SWAPPED),
+        ("demo-draft", "draft={noisy},k=3,adaptive=off", {}),
+        ("demo-draft", "draft={noisy},k=3,adaptive=off", FEW_PAGES),
+        ("demo-draft", "draft={noisy},k=3,adaptive=off", SWAPPED),
         pytest.param("demo", "draft=demo-draft,k=3,adaptive=off", SWAPPED, marks=pytest.mark.long),
         pytest.param("demo", "medusa=demo-medusa,adaptive=off", {}, marks=pytest.mark.long),
         ("demo", "medusa=demo-medusa,adaptive=off", SWAPPED),
@@ -113,13 +107,13 @@ SWAPPED: dict[str, Any] = {"kv_tokens": 288, "swap_gib": 0.05}
 )
 def test_answers_are_those_of_plain_decoding(
     plain: Callable[[str], list[tuple[list[int], str | None]]],
-    rounded: Path,
+    noisy_draft: Path,
     model: str,
     how: str,
     pressure: dict[str, Any],
 ) -> None:
     """Greedy and sampled, under random arrivals, chunked prompts, shared prefixes and preemption."""
-    llm = engine_of(model, speculative=how.format(rounded=rounded), overlap=True, **pressure)
+    llm = engine_of(model, speculative=how.format(noisy=noisy_draft), overlap=True, **pressure)
     requests, engine = serve(llm, texts_for(model))
     assert told(requests) == plain(model)
     speculation = engine.speculation
