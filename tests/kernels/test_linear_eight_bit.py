@@ -218,7 +218,7 @@ def test_the_same_every_time(device: str) -> None:
     _, weight = make(LlmInt8(threshold=2.0), 64, x)
     config = EightBitConfig(32, 8, 128, 2, 3, splits=8)
     first = matmul(x, weight, config)
-    for _ in range(3):
+    for _ in range(3 if device == "cuda" else 1):
         assert torch.equal(matmul(x, weight, config), first)
 
 
