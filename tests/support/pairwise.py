@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 Cell = tuple[int, int]  # (option, number of its value)
+Met = dict[tuple[Cell, Cell], int]  # how many rows have both
 
 
 def cover(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -21,21 +22,23 @@ def cover(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
     if len(values) < 2 or not all(values):
         raise ValueError("a pairwise cover needs two options or more, each with a value")
     cells = [[(option, number) for number in range(len(own))] for option, own in enumerate(values)]
-    left = {(a, b): None for one, other in combinations(cells, 2) for a in one for b in other}  # a dict keeps its order
+    met: Met = {(a, b): 0 for one, other in combinations(cells, 2) for a in one for b in other}
     rows = []
-    while left:
-        row = _row(cells, left)
+    while 0 in met.values():
+        row = _row(cells, met)
         for pair in combinations(row, 2):
-            left.pop(pair, None)
+            met[pair] += 1
         rows.append(tuple(values[option][number] for option, number in row))
     return rows
 
 
-def _row(cells: list[list[Cell]], left: dict[tuple[Cell, Cell], None]) -> list[Cell]:
-    """Begins with the first pair that is left; each further option takes the value with most pairs left in the row."""
-    row = dict(next(iter(left)))
+def _row(cells: list[list[Cell]], met: Met) -> list[Cell]:
+    """Begins with the first pair that has not met; each further option takes the value that has met fewest of the row:
+    most of them never, and the others rarely."""
+    row = dict(next(pair for pair, rows in met.items() if rows == 0))
     for own in cells:
         if own[0][0] not in row:
-            best = max(own, key=lambda cell: sum(tuple(sorted((cell, seen))) in left for seen in row.items()))
+            counts = {cell: [met[min(cell, seen), max(cell, seen)] for seen in row.items()] for cell in own}
+            best = min(own, key=lambda cell: (-counts[cell].count(0), sum(counts[cell])))
             row[best[0]] = best[1]
     return sorted(row.items())

@@ -1,5 +1,6 @@
 """What tests share keeps its word: covers have every pair, and nothing in a tiny model hides a mistake."""
 
+from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ def test_every_pair_is_in_a_cover(sizes: tuple[int, ...]) -> None:
     largest, second = sorted(sizes)[-1], sorted(sizes)[-2]
     assert largest * second <= len(rows) <= largest * second + 3
     assert cover(*options) == rows
+
+
+def test_covers_repeat_what_was_rare() -> None:
+    """Options of two values meet in all ways about equally often, however long a third option is."""
+    counts = Counter(row[1:] for row in cover(range(20), "ab", "cd"))
+    assert len(counts) == 4
+    assert min(counts.values()) >= 9
 
 
 @pytest.mark.parametrize("options", [(), ([1, 2],), ([1], [])])
