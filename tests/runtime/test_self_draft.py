@@ -20,7 +20,7 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def checkpoints(quantized_draft: Callable[..., Path]) -> dict[str, Path]:
     """The smaller bundled model in several formats."""
-    return {recipe: quantized_draft(recipe) for recipe in ("nf4", "rtn-w4g128", "rtn-w4g64")}
+    return {recipe: quantized_draft(recipe) for recipe in ("nf4", "rtn-w4g128", "rtn-w8")}
 
 
 def answers(model: Path | str, speculative: str | None) -> tuple[list[list[int]], float]:
@@ -39,16 +39,16 @@ def alone(checkpoints: dict[str, Path]) -> Callable[[str], list[list[int]]]:
 @pytest.mark.parametrize(
     ("target", "how"),
     [
-        ("demo-draft", "self=rtn-w4g64"),
+        ("demo-draft", "self=rtn-w8"),
         ("demo-draft", "self=nf4"),
-        ("demo-draft", "draft=rtn-w4g64"),
-        ("nf4", "self=rtn-w4g64"),
+        ("demo-draft", "draft=rtn-w8"),
+        ("nf4", "self=rtn-w8"),
         ("rtn-w4g128", "self=nf4"),
         pytest.param("demo", "self=rtn-w3g128", marks=pytest.mark.long),  # too few bits for the smaller one
         pytest.param("nf4", "self=nf4", marks=pytest.mark.long),
-        pytest.param("nf4", "draft=rtn-w4g64", marks=pytest.mark.long),
-        pytest.param("rtn-w4g128", "self=rtn-w4g64", marks=pytest.mark.long),
-        pytest.param("rtn-w4g128", "draft=rtn-w4g64", marks=pytest.mark.long),
+        pytest.param("nf4", "draft=rtn-w8", marks=pytest.mark.long),
+        pytest.param("rtn-w4g128", "self=rtn-w8", marks=pytest.mark.long),
+        pytest.param("rtn-w4g128", "draft=rtn-w8", marks=pytest.mark.long),
     ],
 )
 def test_every_pair_answers_as_the_target_alone(
