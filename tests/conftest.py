@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it once, when transformers imports it
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import SETTINGS, save_model  # imports transformers
 
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -20,7 +20,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU skip themselves where there is none."""
+    """Tests of one file run in one process, so that what they share is made once, unless their marks say otherwise.
+
+    Tests that need a GPU skip themselves where there is none.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -31,26 +37,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with grouped-query attention, 2 layers, hidden size 256, saved in bfloat16."""
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 512}
+    save_model("llama", folder, "bfloat16", **sizes, initializer_range=0.02, tie_word_embeddings=False)
     return folder
 
 
 @pytest.fixture(scope="session")
-def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`quantized_demo(recipe, *changes)`: the bundled model in a folder that nobody may change, little calibrated.
+def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`family_model(name)`: the folder of a tiny model of that family, saved when it is first asked for."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp("families") / family
+            save_model(family, folders[family], **SETTINGS[family])
+        return folders[family]
+
+    return folder_of
+
+
+def _quantizer(tmp_path_factory: pytest.TempPathFactory, model: str | Path) -> Callable[..., Path]:
+    """`make(recipe, *changes)`: the model in a folder that nobody may change, little calibrated.
 
     All processes that run tests share it: the first to ask makes it.
     """
@@ -59,20 +67,38 @@ def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
     from quantkit.recipe import load_recipe
 
     top = tmp_path_factory.getbasetemp()
-    shared = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "quantized-demo"
+    shared = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / f"quantized-{Path(model).name}"
     shared.mkdir(exist_ok=True)
 
     def make(recipe: str, *changes: str) -> Path:
         folder = shared / "-".join((recipe, *changes))
-        with (shared / "lock").open("w") as lock:
+        with (shared / f"{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 loaded = load_recipe(recipe, changes)
                 few = Calibration(samples=2, seq_len=64) if loaded.needs_data else None
-                quantize("demo", loaded, folder, calibration=few, quality_windows=0)
+                quantize(model, loaded, folder, calibration=few, quality_windows=0)
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`quantized_demo(recipe, *changes)`: the bundled model of 15 M parameters; see `_quantizer`."""
+    return _quantizer(tmp_path_factory, "demo")
+
+
+@pytest.fixture(scope="session")
+def quantized_draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`quantized_draft(recipe, *changes)`: the bundled model of 1.8 M parameters."""
+    return _quantizer(tmp_path_factory, "demo-draft")
+
+
+@pytest.fixture(scope="session")
+def quantized_tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Path]:
+    """`quantized_tiny(recipe, *changes)`: `tiny_model`, by recipes that need no data."""
+    return _quantizer(tmp_path_factory, tiny_model)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pairwise import cover
 from quantkit.errors import InputError
 from quantkit.formats import (
     AbsmaxInt8Weight,
@@ -39,7 +40,10 @@ FORMATS: list[Format] = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["as on this CPU", "no 16-bit products"])
+PRODUCTS = ("as on this CPU", "no 16-bit products")
+
+
+@pytest.fixture(autouse=True, params=PRODUCTS)
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "no 16-bit products":
         monkeypatch.setattr(cpu, "product_dtype", lambda dtype: torch.float32)
@@ -74,8 +78,13 @@ def assert_close(x: Tensor, fmt: Format, quantized: QuantizedWeight, bias: Tenso
     assert error < 2 * relative_error(reference.linear(x, fmt, quantized, bias), exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.name} {fmt.describe()} {fmt.dtype}")
+def name_of(value: object) -> str:
+    return f"{value.name} {value.describe()} {value.dtype}" if isinstance(value, Format) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "products"), cover(FORMATS, DTYPES, PRODUCTS), indirect=["products"], ids=name_of
+)
 def test_formats(fmt: Format, dtype: torch.dtype) -> None:
     quantized = make(fmt, 200, 768)
     bias = make_x(1, 200, dtype)[0]
@@ -85,16 +94,21 @@ def test_formats(fmt: Format, dtype: torch.dtype) -> None:
         assert_close(make_x(tokens, 768, dtype, mean=3), fmt, quantized, bias)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 17, 65])
-@pytest.mark.parametrize("outputs", [1, 63, 65, 129])
-@pytest.mark.parametrize("fmt", [CtPacked(bits=4, group_size=32, sym=False), Nf4(), CtInt8()], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    ("fmt", "outputs", "tokens", "products"),
+    cover([CtPacked(bits=4, group_size=32, sym=False), Nf4(), CtInt8()], (1, 63, 65, 129), (0, 1, 3, 17, 65), PRODUCTS),
+    indirect=["products"],
+    ids=name_of,
+)
 def test_odd_shapes(fmt: Format, outputs: int, tokens: int) -> None:
     assert_close(make_x(tokens, 320, torch.bfloat16), fmt, make(fmt, outputs, 320), torch.ones(outputs).bfloat16())
 
 
-@pytest.mark.parametrize("inputs", [1, 7, 100, 104, 577])
 @pytest.mark.parametrize(
-    "fmt", [CtPacked(bits=4, group_size=-1), CtInt8(), LlmInt8(), CtFloat8()], ids=lambda f: f.name
+    ("fmt", "inputs", "products"),
+    cover([CtPacked(bits=4, group_size=-1), CtInt8(), LlmInt8(), CtFloat8()], (1, 7, 100, 104, 577), PRODUCTS),
+    indirect=["products"],
+    ids=name_of,
 )
 def test_inputs_that_packed_products_cannot_take(fmt: Format, inputs: int) -> None:
     quantized = make(fmt, 33, inputs)

@@ -94,8 +94,17 @@ def test_outliers_are_those_of_the_format(tokens: int, device: str) -> None:
     assert float((steps > 1e-3).float().mean()) < 1e-3  # a tie may break the other way
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith("exact")])
-@pytest.mark.parametrize("tokens", [1, 11])
+ROUNDED = [name for name in FORMATS if not name.endswith("exact")]
+ONE_OF_EACH_KIND = ("llm-int8", "fp8", "fp8-block")  # scales by row and outliers, by row, by block
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        *((1, name) for name in ROUNDED),
+        *(pytest.param(11, name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.long) for name in ROUNDED),
+    ],
+)
 def test_slices_of_few_tokens_change_nothing(tokens: int, name: str, device: str) -> None:
     """Rows that several programs write have the bytes of rows that one program writes, where tokens are many."""
     x = make_x(tokens, 4352, torch.bfloat16, device)
@@ -139,12 +148,19 @@ def test_outliers_of_many_tokens(
     bias = torch.randn(outputs, device=device).to(x.dtype)
     y = matmul(x, weight, config, bias=bias)
     assert_right(y, x, fmt, quantized, bias)
-    assert torch.equal(matmul(x, weight, config, bias=bias), y)
+    if device == "cuda" or count == 3:  # under the interpreter the second launch takes as long as the first
+        assert torch.equal(matmul(x, weight, config, bias=bias), y)
     assert int(weight.tickets.abs().sum()) == 0
 
 
-@pytest.mark.parametrize("inputs", [4300, 16500])  # more words of bits than are counted at a time
-@pytest.mark.parametrize("count", [0, 5, 64, 100])
+@pytest.mark.parametrize(  # more words of bits than are counted at a time
+    ("count", "inputs"),
+    [
+        *((count, 4300) for count in (0, 5, 64, 100)),
+        *(pytest.param(count, 16500, marks=pytest.mark.long) for count in (0, 5, 64)),
+        (100, 16500),
+    ],
+)
 def test_dense_outliers(count: int, inputs: int, device: str) -> None:
     """What many tokens' outliers are copied to."""
     x = with_outliers(count, 67, inputs, torch.bfloat16, device)
@@ -202,7 +218,7 @@ def test_the_same_every_time(device: str) -> None:
     _, weight = make(LlmInt8(threshold=2.0), 64, x)
     config = EightBitConfig(32, 8, 128, 2, 3, splits=8)
     first = matmul(x, weight, config)
-    for _ in range(3):
+    for _ in range(3 if device == "cuda" else 1):
         assert torch.equal(matmul(x, weight, config), first)
 
 

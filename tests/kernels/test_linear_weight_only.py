@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from pairwise import cover
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, Nf4, QuantizedWeight
 from quantkit.kernels.linear.weight_only import dequantize as decode_once
@@ -62,9 +63,9 @@ def assert_right(
     assert error < 2 * relative_error(reference.linear(x, fmt, weight, bias), exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_kind_of_weight(name: str, dtype: str, device: str) -> None:
+@pytest.mark.parametrize(("name", "dtype", "half"), cover(FORMATS, DTYPES, (0, 1)))
+def test_every_kind_of_weight(name: str, dtype: str, half: int, device: str) -> None:
+    """With every second way to launch: one dtype has one half of them, the other dtype the other."""
     fmt = FORMATS[name]
     quantized, weight = make(fmt, 72, inputs_of(fmt), device)
     x = torch.randn(3, quantized.shape[1], device=device).to(DTYPES[dtype])
@@ -72,7 +73,7 @@ def test_every_kind_of_weight(name: str, dtype: str, device: str) -> None:
     configs = [SkinnyConfig(32, 8, 2, 3, splits=2), SkinnyConfig(64, 16, 4, 3, splits=1)]
     if weight.table is not None:  # more shared memory than Triton knows about, and less than 48 KB
         configs += [SkinnyConfig(128, 8, 8, 4, splits=2, copies=32), SkinnyConfig(64, 16, 4, 2, copies=8)]
-    for config in configs:
+    for config in configs[half::2]:
         out = torch.full((3, 72), float("nan"), dtype=x.dtype, device=device)
         assert matmul(x, weight, config, bias=bias, out=out) is out
         assert_right(out, x, fmt, quantized, bias)
@@ -135,7 +136,7 @@ def test_the_same_every_time_and_nothing_left_behind(device: str) -> None:
     x = torch.randn(2, 1024, device=device, dtype=torch.bfloat16)
     config = SkinnyConfig(32, 8, 2, 3, splits=8)
     first = matmul(x, weight, config)
-    for _ in range(3):
+    for _ in range(3 if device == "cuda" else 1):
         assert torch.equal(matmul(x, weight, config), first)
     assert int(weight.tickets.abs().sum()) == 0
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from pairwise import cover
 from quantkit.errors import InputError
 from quantkit.kernels.reference import sampling as reference
 from quantkit.kernels.sampling import cut_off, weights
@@ -126,11 +127,11 @@ def test_many_tokens_in_the_list(device: str) -> None:
     assert_same_draws(logits, parameters | {"min_p": torch.full_like(parameters["min_p"], 0.99)})
 
 
-@pytest.mark.parametrize("top_p", [1e-7, 0.3, 0.9, 0.9999, 1 - 2.0**-24])
-@pytest.mark.parametrize("spread", [0.0, 0.5, 8.0])
-def test_window_holds_the_cut_off(spread: float, top_p: float, device: str) -> None:
-    logits = make(4, 900, device, spread=spread)
-    parameters = settings(4, device, top_p=top_p, temperature=[0.01, 0.7, 1.0, 50.0])
+def test_window_holds_the_cut_off(device: str) -> None:
+    """A row for every pair of spread, top-p and temperature."""
+    rows = cover((0.0, 0.5, 8.0), (1e-7, 0.3, 0.9, 0.9999, 1 - 2.0**-24), (0.01, 0.7, 1.0, 50.0))
+    logits = torch.cat([make(1, 900, device, spread=row[0], seed=number) for number, row in enumerate(rows)])
+    parameters = settings(len(rows), device, top_p=[row[1] for row in rows], temperature=[row[2] for row in rows])
     assert torch.equal(allowed(logits, parameters), reference.allowed(logits, *list(parameters.values())[:4]))
 
 

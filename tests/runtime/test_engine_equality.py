@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
+from pairwise import cover
 from quantkit import load_reference
 from quantkit.arch import FAMILIES
 from quantkit.runtime.core.options import EngineOptions
@@ -19,17 +20,16 @@ from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.startup import start_engine
 
-MODELS = [*FAMILIES, "demo"]
+MODELS = [*FAMILIES, "demo-draft"]
+BUNDLED = ("demo", "demo-draft")
 TOKENS = range(3, 112)  # that every model has
-LENGTHS = (1, 2, 3, 5, 9, 14, 15, 16, 17, 22, 27, 31, 32, 33, 48, 60)  # of prompts, four of each
-NEW_TOKENS = dict.fromkeys(FAMILIES, 8) | {"demo": 6}
+LENGTHS = (1, 2, 3, 5, 9, 14, 15, 16, 17, 22, 27, 31, 32, 33, 48, 60)  # of prompts, three of each
+NEW_TOKENS = dict.fromkeys(FAMILIES, 8) | dict.fromkeys(BUNDLED, 6)
 MAX_CONTEXT = 72
 NEAR_TIE = 1e-3  # between the two best logits; behind it, rounding may choose
-POOLS = {"small": 160, "roomy": 2048}  # tokens; 64 prompts and answers have 1,852
-# (share_prefixes, step_tokens, page_size); overlap and swapping come in turn.
-COMBINATIONS = list(product((True, False), (16, 64, 512), (16, 32)))
-CASES = [("small", *combination) for combination in COMBINATIONS]
-CASES += [("roomy", *COMBINATIONS[number]) for number in (1, 8)]
+POOLS = {"small": 160, "roomy": 2048}  # tokens; 48 prompts and answers have 1,389
+# (pool, share_prefixes, step_tokens, page_size, overlap, swap_gib)
+OPTIONS: tuple[tuple[Any, ...], ...] = (tuple(POOLS), (True, False), (16, 64, 512), (16, 32), (False, True), (0, 0.001))
 
 every_model = pytest.mark.parametrize(
     "model", [pytest.param(name, marks=pytest.mark.xdist_group(f"engine {name}")) for name in MODELS]
@@ -45,13 +45,13 @@ class Reference:
 
 
 def make_prompts() -> list[list[int]]:
-    """Half of them begin like one text, each with another last token."""
+    """Two of three begin like one text, each with another last token."""
     random = Random(0)
     text = random.choices(TOKENS, k=max(LENGTHS))
     prompts = []
     for length in LENGTHS:
         prompts += [[*text[: length - 1], random.choice(TOKENS)] for _ in range(2)]
-        prompts += [random.choices(TOKENS, k=length) for _ in range(2)]
+        prompts += [random.choices(TOKENS, k=length)]
     random.shuffle(prompts)
     return prompts
 
@@ -86,7 +86,7 @@ def answers_of(model: torch.nn.Module, prompts: list[list[int]], new_tokens: int
 
 @pytest.fixture(scope="session")
 def model_folder(family_model: Callable[[str], Path]) -> Callable[[str], Path | str]:
-    return lambda model: model if model == "demo" else family_model(model)
+    return lambda model: model if model in BUNDLED else family_model(model)
 
 
 @pytest.fixture(scope="session")
@@ -126,26 +126,26 @@ def run_arrivals(engine: Engine, prompts: list[list[int]], new_tokens: int, seed
 
 
 def _cases() -> list[ParameterSet]:
-    """Every model with every case; of the bundled one, which is large, most are long."""
-    made = []
-    for number, case in enumerate(CASES):
-        for model in MODELS:
-            long = [pytest.mark.long] if model == "demo" and number % 5 else []
-            made.append(pytest.param(model, *case, marks=[pytest.mark.xdist_group(f"engine {model}"), *long]))
-    return made
+    """Every two values of model and options meet; the larger bundled model is long."""
+    made = [pytest.param(*case, marks=pytest.mark.xdist_group(f"engine {case[0]}")) for case in cover(MODELS, *OPTIONS)]
+    marks = [pytest.mark.xdist_group("engine demo"), pytest.mark.long]
+    return made + [pytest.param("demo", *case, marks=marks) for case in cover(*OPTIONS)]
 
 
-@pytest.mark.parametrize(("model", "pool", "share_prefixes", "step_tokens", "page_size"), _cases())
+@pytest.mark.parametrize(
+    ("model", "pool", "share_prefixes", "step_tokens", "page_size", "overlap", "swap_gib"), _cases()
+)
 def test_greedy_tokens_equal_generate(
     model: str,
     pool: str,
     share_prefixes: bool,
     step_tokens: int,
     page_size: int,
+    overlap: bool,
+    swap_gib: float,
     model_folder: Callable[[str], Path | str],
     reference: Callable[[str], Reference],
 ) -> None:
-    number = CASES.index((pool, share_prefixes, step_tokens, page_size))
     options = EngineOptions(
         device="cpu",
         max_context=MAX_CONTEXT,
@@ -153,13 +153,13 @@ def test_greedy_tokens_equal_generate(
         step_tokens=step_tokens,
         page_size=page_size,
         kv_tokens=POOLS[pool],
-        swap_gib=0.001 if number // 3 % 2 else 0,
+        swap_gib=swap_gib,
         share_prefixes=share_prefixes,
-        overlap=(number + number // 2) % 2 == 1,
+        overlap=overlap,
     )
     expected = reference(model)
     engine = start_engine(model_folder(model), options)
-    answers = run_arrivals(engine, expected.prompts, NEW_TOKENS[model], seed=number)
+    answers = run_arrivals(engine, expected.prompts, NEW_TOKENS[model], seed=step_tokens + page_size)
     assert all(len(answer) == NEW_TOKENS[model] for answer in answers)
     for prompt, answer, wanted in zip(expected.prompts, answers, expected.answers, strict=True):
         assert answer[: len(wanted)] == wanted, f"prompt of {len(prompt)} tokens: {prompt}"

@@ -11,7 +11,6 @@ from torch import Tensor
 import quantkit
 from quantkit import load_reference
 from quantkit.arch import FAMILIES
-from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.recipe import Recipe, list_recipes, load_recipe
 from quantkit.runtime.core.options import EngineOptions
@@ -20,7 +19,6 @@ from quantkit.runtime.startup import start_engine
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 NEW_TOKENS = 12
-FEW = Calibration(samples=2, seq_len=64)
 # Relative error of logits where activations are rounded, from ../shared/golden/README.md. A last bit more or less can
 # turn a rounding around, and what follows then differs by about as much as the rounding itself.
 ROUNDED = {"llm-int8": 2.5e-2, "ct-int8": 2.5e-2, "ct-float8": 6e-2}
@@ -29,7 +27,7 @@ GOLDEN_FOLDERS = (
     *("bitsandbytes-int8", "llmcompressor-W4A16", "llmcompressor-W8A8", "llmcompressor-FP8"),
 )
 ACT_ORDER = ("method.order=desc_act", "format.act_order=true")
-Quantized = Callable[[Recipe], Path]
+Quantized = Callable[..., Path]
 
 
 def prompt_of(length: int) -> list[int]:
@@ -118,31 +116,27 @@ def golden(test: Callable[[str], None]) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def quantized(tiny_model: Path, tmp_path: Path) -> Quantized:
+def quantized(quantized_tiny: Callable[..., Path], quantized_draft: Callable[..., Path]) -> Quantized:
     """The tiny random model by a recipe; one that needs data takes a small trained model with its tokenizer."""
 
-    def quantize(recipe: Recipe) -> Path:
-        model = "demo-draft" if recipe.needs_data else tiny_model
-        calibration = FEW if recipe.needs_data else None
-        quantkit.quantize(model, recipe, tmp_path / "out", calibration=calibration, quality_windows=0)
-        return tmp_path / "out"
+    def quantize(name: str, *changes: str) -> Path:
+        return (quantized_draft if load_recipe(name).needs_data else quantized_tiny)(name, *changes)
 
     return quantize
 
 
 @pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
 def test_every_recipe_is_served(recipe: Recipe, quantized: Quantized) -> None:
-    assert_served(quantized(recipe), prompt_of(80))
+    assert_served(quantized(recipe.name), prompt_of(80))
 
 
 def test_scattered_groups_are_served(quantized: Quantized) -> None:
-    assert_served(quantized(load_recipe("gptq-w4g64", ACT_ORDER)), prompt_of(80))
+    assert_served(quantized("gptq-w4g64", *ACT_ORDER), prompt_of(80))
 
 
-def test_outliers_are_served(tmp_path: Path) -> None:
+def test_outliers_are_served(quantized_draft: Callable[..., Path]) -> None:
     """LLM.int8 with columns above its threshold, which random models lack."""
-    quantkit.quantize("demo-draft", "llm-int8", tmp_path / "out", calibration=FEW, quality_windows=0)
-    assert_served(tmp_path / "out", prompt_of(80))
+    assert_served(quantized_draft("llm-int8"), prompt_of(80))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

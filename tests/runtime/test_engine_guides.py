@@ -2,6 +2,8 @@
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -21,6 +23,7 @@ SCHEMA = {
     "required": ["name", "size", "tags"],
     "additionalProperties": False,
 }
+FREE_PROMPTS, FREE = ("The function returns", "In the year"), SamplingParams(max_tokens=30, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
@@ -29,27 +32,38 @@ SCHEMA = {
         {"overlap": True},
         {"overlap": True, "kv_tokens": 256},
         {"overlap": True, "speculative": "ngram,k=6,adaptive=off"},
-        {"overlap": False, "speculative": "draft=demo-draft,k=4,adaptive=off", "kv_tokens": 320},
+        {"overlap": False, "speculative": "draft={noisy},k=4,adaptive=off", "kv_tokens": 320},
     ],
     ids=str,
 )
-def test_answers_follow_their_guides_beside_others(options: dict[str, object], known: list[str]) -> None:
-    assert _guided_answers(options) == known
+def test_answers_follow_their_guides_beside_others(
+    options: dict[str, Any], known: list[str], unguided: list[str], noisy_draft: Path
+) -> None:
+    if "speculative" in options:
+        options = options | {"speculative": options["speculative"].format(noisy=noisy_draft)}
+    assert _guided_answers(options, unguided) == known
 
 
 @pytest.fixture(scope="module")
-def known() -> list[str]:
+def unguided() -> list[str]:
+    """What the free requests are answered where nobody has a guide."""
+    alone = LLM("demo-draft", device="cpu", max_context=160).generate(list(FREE_PROMPTS), FREE)
+    return [one.text for one in alone]
+
+
+@pytest.fixture(scope="module")
+def known(unguided: list[str]) -> list[str]:
     """Guided answers of plain decoding, which no option may change."""
-    return _guided_answers({"overlap": False})
+    return _guided_answers({"overlap": False}, unguided)
 
 
 def never(index: int) -> None:
     raise AssertionError("nobody asked for stop strings")
 
 
-def _guided_answers(options: dict[str, object]) -> list[str]:
+def _guided_answers(options: dict[str, Any], unguided: list[str]) -> list[str]:
     """Checks them, and those beside them, on the way."""
-    llm = LLM("demo", device="cpu", max_context=160, **options)
+    llm = LLM("demo-draft", device="cpu", max_context=160, **options)
     engine = llm.engine
     compiler = GuideCompiler(llm.tokenizer, engine.config.vocab, engine.config.eos)
     specs = [
@@ -57,8 +71,7 @@ def _guided_answers(options: dict[str, object]) -> list[str]:
         GuideSpec("regex", r"[a-c]{3}-[0-9]{2}"),
         GuideSpec("choice", json.dumps(["yes", "no", "perhaps"])),
     ]
-    free = SamplingParams(max_tokens=30, ignore_eos=True)
-    plain = [engine.add(llm.encode(text), free) for text in ("The function returns", "In the year")]
+    plain = [engine.add(llm.encode(text), FREE) for text in FREE_PROMPTS]
     guided = []
     for seed, spec in enumerate(specs):
         params = SamplingParams(max_tokens=120, temperature=1.0, seed=seed, n=2)
@@ -86,8 +99,7 @@ def _guided_answers(options: dict[str, object]) -> list[str]:
         assert {ends[request.id, index] for request in guided} == {"stop"}
     if "draft" in str(options):
         assert sum(sequence.num_accepted for request in guided for sequence in request.sequences) > 5
-    alone = LLM("demo", device="cpu", max_context=160).generate(["The function returns", "In the year"], free)
-    assert [texts[request.id, 0] for request in plain] == [one.text for one in alone]
+    assert [texts[request.id, 0] for request in plain] == unguided
     return [texts[request.id, index] for request in guided for index in range(2)]
 
 
@@ -103,7 +115,7 @@ def test_a_broken_guide_ends_its_answer_alone() -> None:
 
         advance = staticmethod(lambda token: Broken().mask())
 
-    llm = LLM("demo", device="cpu", max_context=160)
+    llm = LLM("demo-draft", device="cpu", max_context=160)
     other = llm.engine.add(llm.encode("In the year"), SamplingParams(max_tokens=6, ignore_eos=True))
     broken = llm.engine.add(llm.encode("In the year"), SamplingParams(), guides=[Broken()])  # type: ignore[list-item]
     ends = {}

@@ -23,10 +23,10 @@ overlapped_or_not = pytest.mark.parametrize("overlap", [False, True], ids=["wait
 
 @pytest.fixture
 def start(family_model: Callable[[str], Path]) -> Start:
-    """`start(**options)`: an engine for a tiny Llama of 256 positions, or for `model`."""
+    """`start(**options)`: an engine for a tiny Llama of 256 positions."""
 
-    def begin(model: str | None = None, **options: Any) -> Engine:
-        return start_engine(model or family_model("llama"), EngineOptions(device="cpu", **options))
+    def begin(**options: Any) -> Engine:
+        return start_engine(family_model("llama"), EngineOptions(device="cpu", **options))
 
     return begin
 
@@ -77,20 +77,20 @@ def finish(engine: Engine) -> dict[tuple[int, int], list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("step_tokens", [512, 2048])
+@pytest.mark.parametrize("step_tokens", [96, 512])
 def test_a_common_prefix_is_computed_once(step_tokens: int, start: Start, watch_plans: WatchPlans) -> None:
     """64 requests at once, whatever of the prefix fits into a step."""
-    engine = start("demo", step_tokens=step_tokens, max_sequences=64, max_context=1056)
+    engine = start(step_tokens=step_tokens, max_sequences=64)
     plans = watch_plans(engine)
-    prefix = prompt_of(1024)
+    prefix = prompt_of(192)
     for number in range(64):
         engine.add([*prefix, *prompt_of(5, seed=number)], greedy(3))
     answers = finish(engine)
     assert len(answers) == 64
     assert all(len(answer) == 3 for answer in answers.values())
-    assert sum(plan.tokens for plan in plans) == 1024 + 64 * (5 + 2)  # the last token of an answer is not computed
-    assert engine.scheduler.reused_tokens == 63 * 1024
-    assert engine.scheduler.prompt_tokens == 64 * 1029
+    assert sum(plan.tokens for plan in plans) == 192 + 64 * (5 + 2)  # the last token of an answer is not computed
+    assert engine.scheduler.reused_tokens == 63 * 192
+    assert engine.scheduler.prompt_tokens == 64 * 197
     assert engine.scheduler.preemptions == 0
 
 
@@ -139,18 +139,18 @@ def test_pages_are_full_at_saturation(
 ) -> None:
     """While somebody waits for pages alone, 95 % of them are in use. Of those, `check_integrity` says, a sequence's are
     full of its tokens but for the last one."""
-    engine = start(max_sequences=64, kv_tokens=2048, max_context=128, share_prefixes=share_prefixes, overlap=overlap)
+    engine = start(max_sequences=32, kv_tokens=1024, max_context=128, share_prefixes=share_prefixes, overlap=overlap)
     scheduler, pool, budget = engine.scheduler, engine.scheduler.pool, engine.options.budget
     shares_in_use: list[float] = []
 
     def measure(plan: StepPlan) -> None:
-        if scheduler.waiting and plan.tokens < budget and len(scheduler.running) < 64:
+        if scheduler.waiting and plan.tokens < budget and len(scheduler.running) < 32:
             shares_in_use.append(1 - pool.free / pool.usable)
 
     watch_plans(engine, measure)
     random = Random(0)
     for number in range(192):
-        engine.add(prompt_of(random.randint(4, 60), seed=number), greedy(random.randint(4, 60)))
+        engine.add(prompt_of(random.randint(4, 40), seed=number), greedy(random.randint(4, 40)))
     finish(engine)
     assert len(shares_in_use) > 100
     assert min(shares_in_use) >= 0.95

@@ -20,7 +20,7 @@ class Replayed:
 def padded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LLM, list[PromptKey]]:
     """An engine whose prompts go through padded steps, and the sizes that were made."""
     monkeypatch.setattr(prompt_graphs, "capture_graph", Replayed)
-    llm = LLM("demo", device="cpu", **options)
+    llm = LLM("demo-draft", device="cpu", **options)
     part = llm.engine.runner.part
     graphs = PromptGraphs(part.decoder, part.cache, part.device_rows, None)
     part.prompt_graphs = graphs
@@ -40,7 +40,7 @@ def test_answers_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"max_sequences": 5, "step_tokens": 48, "max_context": 256}
     prompts = [list(range(3, 3 + length)) for length in (1, 15, 16, 17, 33, 100, 47, 2)]
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=1)
-    expected = LLM("demo", device="cpu", **options).generate(prompts, params)
+    expected = LLM("demo-draft", device="cpu", **options).generate(prompts, params)
     llm, made = padded(monkeypatch, **options)
     found = llm.generate(prompts, params)
     assert [one.answers[0].token_ids for one in found] == [one.answers[0].token_ids for one in expected]

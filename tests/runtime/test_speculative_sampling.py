@@ -1,4 +1,5 @@
-"""Sampling with guesses keeps the model's distribution: counted 200,000 times for every way to guess.
+"""Sampling with guesses keeps the model's distribution: counted 20,000 times for every way to guess, and 200,000 times
+where tests may be long.
 
 The target is a chain of five tokens: what follows depends on the last one. Every sequence draws two tokens; the second
 comes from the same step where the guess was right, and from a step of its own elsewhere.
@@ -26,7 +27,8 @@ from quantkit.runtime.sampling.sampler import Sampler
 CHAIN = torch.tensor([[2.0, 1.0, 0.2, -1.0, 0.0], [0.0, 0.0, 1.5, 1.0, -2.0], [1.0, -1.0, 0.5, 0.3, 0.2],
                       [0.1, 0.2, 0.3, 0.4, 0.5], [-1.0, 2.0, 0.0, 0.0, 1.0]])  # fmt: skip
 OTHER = CHAIN + torch.tensor([-1.0, 0.0, 0.0, 0.0, 1.5])  # what a draft model thinks
-START, SAMPLES, BATCH = 0, 200_000, 20_000
+START, BATCH = 0, 20_000
+MANY = pytest.param(200_000, marks=pytest.mark.long)
 SETTINGS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7),
@@ -78,12 +80,12 @@ def guessed(sequences: list[Sequence], draft: tuple[int, ...] | str) -> list[tup
     return list(zip(*found, strict=True))
 
 
-def pairs_drawn(params: SamplingParams, draft: tuple[int, ...] | str, spoil: float = 0.0) -> Tensor:
+def pairs_drawn(samples: int, params: SamplingParams, draft: tuple[int, ...] | str, spoil: float = 0.0) -> Tensor:
     """How often each pair of tokens was drawn, [first, second]. `spoil`: the share of wrong first guesses that are
     taken for right."""
     counts = torch.zeros(len(CHAIN), len(CHAIN), dtype=torch.int64)
     dice = random.Random(5)
-    for first in range(0, SAMPLES, BATCH):
+    for first in range(0, samples, BATCH):
         made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(first, first + BATCH)]
         short = []
         for outcome in verified(made, guessed(made, draft), position=1, proposals=draft == "drawn"):
@@ -103,7 +105,7 @@ def pairs_drawn(params: SamplingParams, draft: tuple[int, ...] | str, spoil: flo
 def chi_square(counts: Tensor, params: SamplingParams) -> tuple[float, int]:
     """The statistic and its degrees of freedom; tokens that cannot be drawn must not be."""
     chain = probabilities(params)
-    expected = (chain[START][:, None] * chain) * SAMPLES
+    expected = (chain[START][:, None] * chain) * counts.sum()
     possible = expected > 0
     assert int(counts[~possible].sum()) == 0
     return float(((counts - expected)[possible] ** 2 / expected[possible]).sum()), int(possible.sum()) - 1
@@ -115,28 +117,32 @@ def limit(freedom: int) -> float:
     return float(freedom * (1 - spread + 4.75 * spread**0.5) ** 3)
 
 
+@pytest.mark.parametrize("samples", [BATCH, MANY])
 @pytest.mark.parametrize(
     ("params", "draft"),
     [
-        (SETTINGS[0], (0,)),
-        *(pytest.param(params, (0,), marks=pytest.mark.long) for params in SETTINGS[1:]),
-        pytest.param(SETTINGS[2], "model", marks=pytest.mark.long),
-        (SETTINGS[0], "drawn"),
-        *(pytest.param(params, "drawn", marks=pytest.mark.long) for params in SETTINGS[1:]),
-        pytest.param(SETTINGS[0], (2, 1), marks=pytest.mark.long),
+        *((params, (0,)) for params in SETTINGS),
+        (SETTINGS[2], "model"),
+        *((params, "drawn") for params in SETTINGS),
+        (SETTINGS[0], (2, 1)),
     ],
     ids=str,
 )
-def test_samples_have_the_target_distribution(params: SamplingParams, draft: tuple[int, ...] | str) -> None:
-    statistic, freedom = chi_square(pairs_drawn(params, draft), params)
+def test_samples_have_the_target_distribution(
+    params: SamplingParams, draft: tuple[int, ...] | str, samples: int
+) -> None:
+    statistic, freedom = chi_square(pairs_drawn(samples, params, draft), params)
     assert statistic < limit(freedom)
 
 
+@pytest.mark.parametrize(
+    ("samples", "error"), [(BATCH, 0.04), pytest.param(200_000, 0.01, marks=pytest.mark.long)], ids=str
+)
 @pytest.mark.parametrize(("draft", "rejected"), [((3,), 0.97), ("drawn", 0.346)])
-def test_an_error_of_one_percent_would_be_seen(draft: tuple[int, ...] | str, rejected: float) -> None:
-    """The test above, tested: of all tokens, one in a hundred is a wrong guess that is taken for right."""
+def test_an_error_would_be_seen(draft: tuple[int, ...] | str, rejected: float, samples: int, error: float) -> None:
+    """The test above, tested: of all tokens, four or one in a hundred are wrong guesses that are taken for right."""
     params = SETTINGS[0]
-    statistic, freedom = chi_square(pairs_drawn(params, draft, spoil=0.01 / rejected), params)
+    statistic, freedom = chi_square(pairs_drawn(samples, params, draft, spoil=error / rejected), params)
     assert statistic > limit(freedom)
 
 

@@ -12,7 +12,7 @@ from quantkit.runtime.warm_up import sizes_to_capture, token_counts, warm_up
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return LLM("demo", device="cpu", max_context=128, step_tokens=300, max_sequences=8).engine
+    return LLM("demo-draft", device="cpu", max_context=128, step_tokens=300, max_sequences=8).engine
 
 
 def test_every_range_of_the_kernels_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_nothing_is_left(engine: Engine) -> None:
     first, again = (_answer(engine, prompt) for _ in range(2))
     assert first == again
     assert engine.scheduler.reused_tokens == 48  # of the second one, three pages; of the first none
-    fresh = LLM("demo", device="cpu", max_context=128).engine
+    fresh = LLM("demo-draft", device="cpu", max_context=128).engine
     assert _answer(fresh, prompt) == first
 
 
@@ -56,7 +56,7 @@ def _answer(engine: Engine, prompt: list[int]) -> list[int]:
 
 
 def test_a_small_cache_limits_the_steps() -> None:
-    small = LLM("demo", device="cpu", max_context=64, kv_tokens=160, step_tokens=512).engine
+    small = LLM("demo-draft", device="cpu", max_context=64, kv_tokens=160, step_tokens=512).engine
     assert max(token_counts(small)) <= 80
     warm_up(small)
     small.check_integrity()

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import quantkit
 from quantkit.errors import InputError, QuantkitError, StorageError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
@@ -29,7 +28,7 @@ SCALES = {"rtn-w4g128": "scales", "nf4": "weight.nested_absmax", "llm-int8": "SC
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("demo", device="cpu", kv_tokens=CONTEXT, max_sequences=4, step_tokens=64)
+    return LLM("demo-draft", device="cpu", kv_tokens=CONTEXT, max_sequences=4, step_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,8 @@ def tiny(tiny_model: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def quantized(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("quantized")
-    for recipe in SCALES:
-        quantkit.quantize(tiny_model, recipe, folder / recipe)
-    return {recipe: folder / recipe for recipe in SCALES}
+def quantized(quantized_tiny: Callable[..., Path]) -> dict[str, Path]:
+    return {recipe: quantized_tiny(recipe) for recipe in SCALES}
 
 
 @pytest.fixture

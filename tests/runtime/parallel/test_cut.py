@@ -138,10 +138,9 @@ def test_wrong_shapes(ranks: tuple[int, int, int], words: str) -> None:
         ("fp8-block", None),  # gathered where blocks do not divide
     ],
 )
-def test_groups_that_do_not_divide(recipe: str, problem: str | None, tiny_model: Path, tmp_path: Path) -> None:
+def test_groups_that_do_not_divide(recipe: str, problem: str | None, quantized_tiny: Callable[..., Path]) -> None:
     """Four ranks have 64 of 256 inputs and 96 of 384 channels each."""
-    quantkit.quantize(tiny_model, recipe, tmp_path / "out", quality_windows=0)
-    checkpoint = Checkpoint(tmp_path / "out")
+    checkpoint = Checkpoint(quantized_tiny(recipe))
     config = read_model_config(checkpoint.config)
     if problem is None:
         check_parallel(config, checkpoint, Ranks(4))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
@@ -32,6 +33,10 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "llm-int8": ("llm-int8",),
 }
 LAYOUTS = {"2 x 1": (2, 1), "1 x 2": (1, 2), "2 x 2": (2, 2)}  # tensor ranks, stages
+# Steps launched before the tokens of the one before are seen, which the other ranks never see; more micro-batches than
+# stages.
+OVERLAP, MICRO_BATCHES = {"overlap": True}, {"micro_batches": 3}
+QUICK = (("bf16", "2 x 1", OVERLAP), ("bf16", "1 x 2", MICRO_BATCHES), ("bf16", "2 x 2", {}), ("llm-int8", "2 x 2", {}))
 SMALL: dict[str, Any] = {  # pages are short, so sequences give way: some to host memory, others are computed anew
     "device": "cpu",
     "max_context": 96,
@@ -42,12 +47,16 @@ SMALL: dict[str, Any] = {  # pages are short, so sequences give way: some to hos
 }
 NEW = 20
 ABORTED_AT = 3  # tokens
+LONG = (pytest.mark.long,)
 
 
-def _long(name: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
+def _cases() -> list[ParameterSet]:
     """One format in every direction, and another in both at once; the others are long."""
-    quick = name == "bf16" or (layout, name) == ("2 x 2", "llm-int8")
-    return () if quick else (pytest.mark.long,)
+    every = [*QUICK, *((name, layout, {}) for name in RECIPES for layout in LAYOUTS if (name, layout, {}) not in QUICK)]
+    return [
+        pytest.param(*case, marks=(pytest.mark.xdist_group(f"ranks {case[0]}"), *(() if case in QUICK else LONG)))
+        for case in every
+    ]
 
 
 @dataclass
@@ -178,20 +187,13 @@ def assert_same(found: Found, wanted: Found, near: float = 1e-3) -> None:
     assert found.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=near)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=(pytest.mark.xdist_group(f"ranks {name}"), *_long(name, layout)))
-        for name in RECIPES
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("name", "layout", "options"), _cases())
 def test_tokens_are_those_of_one_process(
-    name: str, layout: str, alone: Callable[[str], Alone], start: Callable[..., Engine]
+    name: str, layout: str, options: dict[str, Any], alone: Callable[[str], Alone], start: Callable[..., Engine]
 ) -> None:
     tensor, pipeline = LAYOUTS[layout]
     one = alone(name)
-    engine = start(one.folder, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    engine = start(one.folder, tensor_parallel=tensor, pipeline_parallel=pipeline, **options)
     found = run_workload(engine)
     assert found.preemptions > 0
     assert one.found.preemptions > 0
@@ -220,6 +222,7 @@ def assert_shares(engine: Engine, one: Alone, ranks: Ranks) -> None:
     assert engine.memory.weights == pytest.approx(engine.peers.weights[0], rel=0.05)
 
 
+@pytest.mark.xdist_group("ranks bf16")
 def test_the_workload_is_worth_comparing(alone: Callable[[str], Alone]) -> None:
     """Each kind of request leaves its trace."""
     found = alone("bf16").found
@@ -233,26 +236,19 @@ def test_the_workload_is_worth_comparing(alone: Callable[[str], Alone]) -> None:
     assert len(found.prompt_logprobs) == 39
 
 
-@pytest.mark.xdist_group("ranks guesses")
+@pytest.mark.xdist_group("ranks bf16")
 @pytest.mark.parametrize(
-    "how", ["ngram,k=4,adaptive=off", "draft=demo-draft,k=3,adaptive=off", "medusa=demo-medusa,adaptive=off"]
+    "how",
+    [
+        pytest.param("ngram,k=4,adaptive=off", marks=pytest.mark.long),
+        "draft=demo-draft,k=3,adaptive=off",
+        "medusa=demo-medusa,adaptive=off",
+    ],
 )
 def test_guesses_change_no_token(how: str, alone: Callable[[str], Alone], start: Callable[..., Engine]) -> None:
     engine = start("demo", tensor_parallel=2, speculative=how, kv_tokens=224)
     assert_same(run_workload(engine), alone("bf16").found)
     assert engine.speculation.guessed > 0
-
-
-@pytest.mark.xdist_group("ranks bf16")
-def test_overlap_reads_tokens_on_the_device(alone: Callable[[str], Alone], start: Callable[..., Engine]) -> None:
-    """Steps are launched before the tokens of the one before are seen; the other ranks never see them."""
-    assert_same(run_workload(start("demo", tensor_parallel=2, overlap=True)), alone("bf16").found)
-
-
-@pytest.mark.xdist_group("ranks bf16")
-def test_more_micro_batches_than_stages(alone: Callable[[str], Alone], start: Callable[..., Engine]) -> None:
-    engine = start("demo", pipeline_parallel=2, micro_batches=3)
-    assert_same(run_workload(engine), alone("bf16").found)
 
 
 def test_shares_add_up() -> None:

@@ -73,7 +73,11 @@ def start(tiny_model: Path) -> Iterator[Callable[..., tuple[Engine, LocalWorkers
 
 @pytest.mark.parametrize(
     ("layout", "rank"),
-    [({"tensor_parallel": 2}, 1), ({"pipeline_parallel": 2}, 1), ({"tensor_parallel": 2, "pipeline_parallel": 2}, 2)],
+    [
+        ({"tensor_parallel": 2}, 1),
+        pytest.param({"pipeline_parallel": 2}, 1, marks=pytest.mark.long),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, 2),
+    ],
     ids=str,
 )
 def test_a_killed_rank_ends_the_engine(
@@ -167,7 +171,8 @@ from quantkit.runtime.parallel.launcher import LocalWorkers
 from quantkit.runtime.startup import start_engine
 
 workers = LocalWorkers()
-options = EngineOptions(device="cpu", max_context=64, kv_tokens=256, tensor_parallel=2, pipeline_parallel=2)
+stages = int(sys.argv[3])
+options = EngineOptions(device="cpu", max_context=64, kv_tokens=256, tensor_parallel=2, pipeline_parallel=stages)
 engine = start_engine(sys.argv[1], options, launcher=workers)
 print(*workers.pids.values(), flush=True)
 if sys.argv[2] == "ends":
@@ -179,17 +184,17 @@ while True:
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "ends"])
-def test_ranks_go_when_rank_0_goes(how: str, tiny_model: Path) -> None:
+@pytest.mark.parametrize(("how", "stages"), [("killed", 2), ("ends", 1)])
+def test_ranks_go_when_rank_0_goes(how: str, stages: int, tiny_model: Path) -> None:
     """Killed in the middle of a step, or at the end of its program, which closed nothing."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tiny_model), how], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", SCRIPT, str(tiny_model), how, str(stages)], stdout=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout is not None
     with process.stdout:
         pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 3
+    assert len(pids) == 2 * stages - 1
     if how == "killed":
         assert all(map(alive, pids))
         time.sleep(0.2)  # into the middle of steps

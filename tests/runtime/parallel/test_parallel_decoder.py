@@ -20,7 +20,6 @@ from torch import Tensor
 
 import quantkit
 from quantkit.arch import FAMILIES
-from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Gptq
 from quantkit.recipe import load_recipe
@@ -28,7 +27,6 @@ from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
 
 SCRIPT = Path(__file__).with_name("decoder_rank.py")
-FEW = Calibration(samples=2, seq_len=64)
 ACT_ORDER = ("method.order=desc_act", "format.act_order=true")
 
 
@@ -146,37 +144,34 @@ ROUNDED = ("fp8", "rtn-w8a8", "llm-int8")
 
 @pytest.mark.parametrize("recipe", [*SMALL_GROUPS, *ROUNDED])
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_every_kind_of_format(recipe: str, tensor: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_every_kind_of_format(recipe: str, tensor: int, quantized_tiny: Callable[..., Path]) -> None:
     """Heads of their own here; four ranks have two KV heads. One exchange for attention and one for the MLP, or two
     where all inputs of a token are rounded together."""
-    chosen = load_recipe(recipe, SMALL_GROUPS.get(recipe, ()))
-    quantkit.quantize(tiny_model, chosen, tmp_path / "out", quality_windows=0)
-    groups, _ = assert_as_alone(tmp_path / "out", tensor, vocab=512)
+    groups, _ = assert_as_alone(quantized_tiny(recipe, *SMALL_GROUPS.get(recipe, ())), tensor, vocab=512)
     layers = 2
     exchanges = ["gather", "gather"] if recipe in ROUNDED else ["sum"]
     assert groups[0].calls == ["sum", *[*exchanges, *exchanges] * layers, "gather"] * rank_of.TOKENS
 
 
-def test_act_order_needs_no_exchange_of_its_own(tmp_path: Path) -> None:
+def test_act_order_needs_no_exchange_of_its_own(quantized_draft: Callable[..., Path]) -> None:
     """An MLP's channels are cut by the groups of down; only the attention output is gathered."""
-    recipe = load_recipe("gptq-w4g32", ACT_ORDER)
-    quantkit.quantize("demo-draft", recipe, tmp_path / "out", calibration=FEW, quality_windows=0)
-    checkpoint = Checkpoint(tmp_path / "out")
+    folder = quantized_draft("gptq-w4g32", *ACT_ORDER)
+    checkpoint = Checkpoint(folder)
     assert checkpoint.scattered_groups("model.layers.0.mlp.down_proj") is not None
-    groups, parts = assert_as_alone(tmp_path / "out", 2, vocab=4096)
+    groups, parts = assert_as_alone(folder, 2, vocab=4096)
     layers = checkpoint.config["num_hidden_layers"]
     assert groups[0].calls == ["sum", *["gather", "gather", "sum"] * layers, "gather"] * rank_of.TOKENS
     assert all(weight.order is None for part in parts for block in part.weights.blocks for weight in block.down.weights)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_blocks_of_128(tensor: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_blocks_of_128(tensor: int, quantized_tiny: Callable[..., Path]) -> None:
     """Heads of 64 end inside blocks. Two ranks add what they computed from attention: a last bit more or less can turn
     the rounding of what follows around."""
-    quantkit.quantize(tiny_model, "fp8-block", tmp_path / "out", quality_windows=0)
+    folder = quantized_tiny("fp8-block")
     prompts = rank_of.prompts_below(512)
-    expected, _ = rank_of.alone(tmp_path / "out", prompts)
-    found, groups, _ = in_threads(tmp_path / "out", tensor, 1, prompts)
+    expected, _ = rank_of.alone(folder, prompts)
+    found, groups, _ = in_threads(folder, tensor, 1, prompts)
     rows = (found[0].logits - expected.logits).norm(dim=1) / expected.logits.norm(dim=1)
     assert float(rows.max()) < (5e-2 if tensor == 2 else 1e-5)  # seen: 0.025 on ARM, less on x86
     assert float(rows.min()) < 1e-5

@@ -39,6 +39,14 @@ KEY = "test-key-0123456789"
 PATIENCE = 60.0  # seconds; a busy machine with two cores loads slowly
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests without a group get one for their file
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of live servers run in one process, which has one engine for each set of options."""
+    for item in items:
+        if "start_server" in getattr(item, "fixturenames", ()) and item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group("server"))
+
+
 @dataclass(frozen=True)
 class Reply:
     status: int

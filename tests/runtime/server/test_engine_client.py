@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,24 @@ from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.engine_process.pending import EngineDied, PendingRequest
 
 PROMPT = [420, 518, 1060]
+Use = Callable[[EngineClient], Coroutine[Any, Any, Any]]
 pytestmark = pytest.mark.xdist_group("engine-process")
 
 
-def with_engine(use: Callable[[EngineClient], Awaitable[Any]], **options: Any) -> Any:
-    """Runs something with a real engine process, which is gone afterwards."""
-
-    async def run() -> Any:
-        client = EngineClient("demo", {"device": "cpu", "max_context": 256} | options)
-        await client.start()
+@pytest.fixture(scope="module")
+def with_engine() -> Iterator[Callable[[Use], Any]]:
+    """`with_engine(use)` runs something with a real engine process, the same for all tests; it is gone afterwards."""
+    with asyncio.Runner() as runner:
+        client = EngineClient("demo-draft", {"device": "cpu", "max_context": 256})
+        runner.run(client.start())
         try:
-            return await use(client)
+            yield lambda use: runner.run(use(client))
         finally:
             pid = client.pid
-            await client.close()
+            runner.run(client.close())
             assert pid is not None
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-
-    return asyncio.run(run())
 
 
 async def tokens_of(client: EngineClient, params: SamplingParams) -> list[list[int | None]]:
@@ -58,7 +57,7 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_the_process_answers_as_the_engine_does() -> None:
+def test_the_process_answers_as_the_engine_does(with_engine: Callable[[Use], Any]) -> None:
     kinds = [
         SamplingParams(max_tokens=12),
         SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=5, logit_bias={5: -2.5}, repetition_penalty=1.2),
@@ -73,7 +72,7 @@ def test_the_process_answers_as_the_engine_does() -> None:
         return together, deltas, last.prompt_logprobs, last.queued_seconds, client.info
 
     together, deltas, prompt_logprobs, queued, info = with_engine(use)
-    llm = LLM("demo", device="cpu", max_context=256)
+    llm = LLM("demo-draft", device="cpu", max_context=256)
     for found, params in zip(together, kinds, strict=True):
         assert found == [answer.token_ids for answer in llm.generate([PROMPT], params)[0].answers]
     wanted = llm.generate([PROMPT], kinds[2])[0]
@@ -101,7 +100,7 @@ async def one_of_three_ends(client: EngineClient) -> None:
     assert client.stats.generated_tokens - before < 2 * 150 + 75
 
 
-def test_aborts_give_pages_back_and_others_go_on() -> None:
+def test_aborts_give_pages_back_and_others_go_on(with_engine: Callable[[Use], Any]) -> None:
     async def use(client: EngineClient) -> None:
         long = SamplingParams(max_tokens=200, ignore_eos=True)
         doomed = [client.submit(PROMPT, long) for _ in range(6)]
@@ -119,7 +118,7 @@ def test_aborts_give_pages_back_and_others_go_on() -> None:
     with_engine(use)
 
 
-def test_wrong_requests_are_refused_and_others_go_on() -> None:
+def test_wrong_requests_are_refused_and_others_go_on(with_engine: Callable[[Use], Any]) -> None:
     async def use(client: EngineClient) -> None:
         running = asyncio.create_task(tokens_of(client, SamplingParams(max_tokens=30, ignore_eos=True)))
         await asyncio.sleep(0)
@@ -133,7 +132,7 @@ def test_wrong_requests_are_refused_and_others_go_on() -> None:
     with_engine(use)
 
 
-def test_a_killed_process_is_replaced() -> None:
+def test_a_killed_process_is_replaced(with_engine: Callable[[Use], Any]) -> None:
     """Open requests fail at once, the client is not ready, and then answers as before."""
 
     async def use(client: EngineClient) -> None:
@@ -165,7 +164,7 @@ from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.server.engine_process.client import EngineClient
 
 async def main():
-    client = EngineClient("demo", {"device": "cpu", "max_context": 256})
+    client = EngineClient("demo-draft", {"device": "cpu", "max_context": 256})
     await client.start()
     await anext(aiter(client.submit([420, 518], SamplingParams(max_tokens=200, ignore_eos=True))))
     print(client.pid, flush=True)
@@ -185,7 +184,7 @@ asyncio.run(main())
 
 def test_closing_waits_for_open_requests() -> None:
     async def run() -> int:
-        client = EngineClient("demo", {"device": "cpu", "max_context": 256})
+        client = EngineClient("demo-draft", {"device": "cpu", "max_context": 256})
         await client.start()
         answer = asyncio.create_task(tokens_of(client, SamplingParams(max_tokens=60, ignore_eos=True)))
         await asyncio.sleep(0.05)

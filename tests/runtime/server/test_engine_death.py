@@ -9,8 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-pytestmark = pytest.mark.xdist_group("server")
-
 
 def test_clients_see_an_error_and_service_resumes(start_server: Callable[..., Any]) -> None:
     server = start_server(max_context=400)  # an engine of its own, which no other test misses

@@ -1,4 +1,4 @@
-"""A hundred random JSON schemas through the official client: every answer of the bundled model validates."""
+"""Random JSON schemas through the official client: every answer of the bundled model validates."""
 
 import json
 import random
@@ -7,8 +7,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-
-pytestmark = pytest.mark.xdist_group("server")
 
 
 def random_schema(pick: random.Random, depth: int = 2) -> dict[str, Any]:
@@ -44,9 +42,10 @@ def random_object(pick: random.Random, depth: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def test_a_hundred_schemas(live_server: Any) -> None:
+@pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.long)])
+def test_many_schemas(live_server: Any, count: int) -> None:
     client = live_server.openai()
-    schemas = [random_object(random.Random(seed), 2) for seed in range(100)]
+    schemas = [random_object(random.Random(seed), 2) for seed in range(count)]
 
     def ask(numbered: tuple[int, dict[str, Any]]) -> Any:
         seed, schema = numbered
@@ -64,4 +63,4 @@ def test_a_hundred_schemas(live_server: Any) -> None:
     for choice, schema in zip(choices, schemas, strict=True):
         assert choice.finish_reason == "stop", (choice, schema)
         jsonschema.validate(json.loads(choice.message.content), schema)
-    assert len({choice.message.content for choice in choices}) > 50
+    assert len({choice.message.content for choice in choices}) > count // 2

@@ -18,8 +18,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from quantkit.runtime.server.config_file import ApiKey
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 PATIENCE = 60  # seconds; a busy machine is slow
 PHONE = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
 LONG = "Tell me about lists, in many words."  # what the bundled model says to it greedily does not end by itself

@@ -32,7 +32,7 @@ def gone(pid: int) -> bool:
 
 def test_a_server_from_its_file_to_its_graceful_end(serving: Serving, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
-    config.write_text("model: demo\nserved_model_name: [small]\ndevice: cpu\nport: 0\nvllm_metric_names: true\n")
+    config.write_text("model: demo-draft\nserved_model_name: [small]\ndevice: cpu\nport: 0\nvllm_metric_names: true\n")
     with serving("--config", str(config)) as served:
         assert served.ask("GET", "/ready")[0] == 200
         status, headers, text = served.ask("POST", "/v1/chat/completions", CHAT | {"max_tokens": 4})
@@ -82,7 +82,7 @@ def _check_log(served: Any, request_id: str) -> None:
 def test_a_second_signal_ends_at_once(serving: Serving) -> None:
     """As Ctrl-C does it: the signal goes to all processes of the terminal. With a shadow there are three."""
     flags = ("--served-model-name", "small", "--device", "cpu", "--port", "0", "--shadow", "demo-draft")
-    with serving("demo", *flags) as served:
+    with serving("demo-draft", *flags) as served:
         assert 'quantkit:shadow{model_name="small",number="compared"} 0.0' in served.ask("GET", "/metrics")[2]
         with served.connection() as connection:
             response = served.send(connection, "POST", "/v1/chat/completions", LONG | {"max_tokens": 1500})
@@ -101,8 +101,8 @@ def test_a_second_signal_ends_at_once(serving: Serving) -> None:
 
 
 def test_a_signal_while_loading_ends_the_server(serving: Serving) -> None:
-    with serving("demo", "--device", "cpu", "--port", "0") as served:
-        served.wait_for("loading demo", served.err)
+    with serving("demo-draft", "--device", "cpu", "--port", "0") as served:
+        served.wait_for("loading demo-draft", served.err)
         served.process.send_signal(signal.SIGTERM)
         assert served.end() == 0
         assert served.out == []
@@ -112,7 +112,7 @@ def test_a_signal_while_loading_ends_the_server(serving: Serving) -> None:
 def test_a_port_in_use_is_found_before_the_model_is_loaded(serving: Serving) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        with serving("demo", "--device", "cpu", "--port", port) as served:
+        with serving("demo-draft", "--device", "cpu", "--port", port) as served:
             assert served.end() == 2
             assert served.err == [
                 f"quantkit: cannot listen on 127.0.0.1 port {port}: another process uses it; choose another --port\n"
@@ -120,7 +120,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(serving: Serving) -> 
 
 
 def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(serving: Serving) -> None:
-    with serving("demo", "--device", "cpu", "--port", "0", "--max-context", "1000000") as served:
+    with serving("demo-draft", "--device", "cpu", "--port", "0", "--max-context", "1000000") as served:
         assert served.end() in (1, 2)
         assert served.err[-1].startswith("quantkit: ")
         assert all("Traceback" not in line for line in served.err)

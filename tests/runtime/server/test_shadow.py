@@ -2,12 +2,12 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-import quantkit
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.shadow import ShadowNumbers, ShadowWatch, compare, divergence_of, repeats
@@ -47,18 +47,28 @@ def test_repetition() -> None:
     assert not repeats(list(range(200)))
 
 
-async def watch(folder: str, rate: float) -> ShadowNumbers:
-    options = {"device": "cpu", "max_context": 256}
-    served = EngineClient(folder, options)
+OPTIONS = {"device": "cpu", "max_context": 256}
+
+
+class Kept(EngineClient):
+    """An engine process for several watches, one after the other: the test starts and ends it."""
+
+    async def start(self) -> None: ...
+
+    async def close(self, drain_seconds: float = 0.0) -> None: ...
+
+
+async def watch(folder: str, reference: EngineClient) -> ShadowNumbers:
+    served = EngineClient(folder, OPTIONS)
     await served.start()
-    shadow = ShadowWatch(served, EngineClient("demo", options), rate)
+    shadow = ShadowWatch(served, reference, rate=1.0)
     await shadow.start()
     try:
         for prompt in ([420, 518, 1060], [300, 301, 302, 303], [17, 900]):
             answer = [delta.token async for delta in served.submit(prompt, SamplingParams(max_tokens=20))]
             shadow.offer(prompt, [token for token in answer if token is not None])
         async with asyncio.timeout(30):
-            while rate and shadow.numbers().compared < 3:
+            while shadow.numbers().compared < 3:
                 await asyncio.sleep(0.05)
         return shadow.numbers()
     finally:
@@ -66,15 +76,21 @@ async def watch(folder: str, rate: float) -> ShadowNumbers:
         await served.close()
 
 
-def test_a_quantized_model_beside_its_original(tmp_path: Path) -> None:
+async def watch_each(folders: dict[str, str]) -> dict[str, ShadowNumbers]:
+    reference = Kept("demo-draft", OPTIONS)
+    await EngineClient.start(reference)
+    try:
+        return {name: await watch(folder, reference) for name, folder in folders.items()}
+    finally:
+        await EngineClient.close(reference)
+
+
+def test_a_quantized_model_beside_its_original(quantized_draft: Callable[..., Path]) -> None:
     """The original agrees with itself; eight bits nearly, three bits much less."""
-    numbers = {}
-    for recipe in ("rtn-w8", "rtn-w3g128"):
-        quantkit.quantize("demo", recipe, tmp_path / recipe, quality_windows=0)
-        numbers[recipe] = asyncio.run(watch(str(tmp_path / recipe), 1.0))
-    numbers["demo"] = asyncio.run(watch("demo", 1.0))
-    assert numbers["demo"].agreement == 1.0
-    assert numbers["demo"].divergence < 1e-5
-    assert numbers["demo"].divergence < numbers["rtn-w8"].divergence < 0.01 < numbers["rtn-w3g128"].divergence
+    folders = {recipe: str(quantized_draft(recipe)) for recipe in ("rtn-w8", "rtn-w3g128")}
+    numbers = asyncio.run(watch_each(folders | {"original": "demo-draft"}))
+    assert numbers["original"].agreement == 1.0
+    assert numbers["original"].divergence < 1e-5
+    assert numbers["original"].divergence < numbers["rtn-w8"].divergence < 0.01 < numbers["rtn-w3g128"].divergence
     assert numbers["rtn-w8"].agreement > numbers["rtn-w3g128"].agreement
     assert all(found.compared == 3 and found.nan_alarms == 0 for found in numbers.values())
