@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytest_plugins = ["long_parts"]  # tests/support: which part of the long tests to run
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so do those of the processes that tests start
