@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it once, when transformers imports it
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import SETTINGS, save_model  # imports transformers
 
 pytest_plugins = ["long_parts"]  # tests/support: which part of the long tests to run
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
@@ -32,21 +32,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with grouped-query attention, 2 layers, hidden size 256, saved in bfloat16."""
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 512}
+    save_model("llama", folder, "bfloat16", **sizes, initializer_range=0.02, tie_word_embeddings=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`family_model(name)`: the folder of a tiny model of that family, saved when it is first asked for."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp("families") / family
+            save_model(family, folders[family], **SETTINGS[family])
+        return folders[family]
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

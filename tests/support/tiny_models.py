@@ -1,0 +1,77 @@
+"""The one builder of tiny random models for tests.
+
+`save_model(family, folder)` saves a checkpoint of any family in `quantkit.arch.FAMILIES` and returns the transformers
+model: two layers of hidden size 64 in float32, grouped-query attention, vocabulary 112. Keywords change or add fields
+of its configuration (`num_hidden_layers=7`, `sliding_window=8`, `initializer_range=0.02`); `dtype="bfloat16"` saves in
+another type; `build_model` does not save. Weights depend on nothing but the arguments. Norms and biases are random too:
+fresh ones are all alike and would hide mistakes. Where a test changes nothing, use the fixture `family_model(name)`,
+which saves each family once per process, with what only some families have (`SETTINGS`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from quantkit.arch import FAMILIES
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 112,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # large, so that the most probable tokens are no near ties
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_UPPER_WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
+# What only some families know. Where both kinds of layers occur, both are there; windows are shorter than prompts.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 16},
+    "qwen2": _UPPER_WINDOW,
+    "qwen3": _UPPER_WINDOW | {"attention_bias": True},
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24},
+    "gemma3_text": {
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {"sliding_window": 16, "partial_rotary_factor": 0.5},
+}
+
+
+def build_model(family: str, dtype: str = "float32", **changes: Any) -> Any:
+    """A random model with eager attention: some versions of transformers leave out soft caps in their faster kinds."""
+    known = FAMILIES[family]
+    config = transformers.AutoConfig.for_model(known.model_type, attn_implementation="eager", **SIZES | changes)
+    torch.manual_seed(0)
+    model = getattr(transformers, known.architecture)(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5 - known.norm_offset, 1.5 - known.norm_offset)
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.5)
+    return model.to(getattr(torch, dtype))
+
+
+def save_model(family: str, folder: Path, dtype: str = "float32", **changes: Any) -> Any:
+    """Saves what `build_model` builds, and returns it."""
+    model = build_model(family, dtype, **changes)
+    model.save_pretrained(folder)
+    return model
