@@ -3,8 +3,10 @@
 import fcntl
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,31 +54,53 @@ def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return folder_of
 
 
-@pytest.fixture(scope="session")
-def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`quantized_demo(recipe, *changes)`: the bundled model in a folder that nobody may change, little calibrated.
-
-    All processes that run tests share it: the first to ask makes it.
-    """
+def _quantized_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, model: str | Path
+) -> Callable[..., tuple[Path, Any]]:
+    """All processes that run tests share what is made here: the first to ask makes it, with its report."""
     from quantkit import quantize
     from quantkit.calibration import Calibration
     from quantkit.recipe import load_recipe
 
     top = tmp_path_factory.getbasetemp()
-    shared = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "quantized-demo"
+    shared = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / f"quantized-{name}"
     shared.mkdir(exist_ok=True)
 
-    def make(recipe: str, *changes: str) -> Path:
+    def make(recipe: str, *changes: str) -> tuple[Path, Any]:
         folder = shared / "-".join((recipe, *changes))
+        report = folder.with_name(f"{folder.name}.report")
         with (shared / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
+            if not report.exists():
                 loaded = load_recipe(recipe, changes)
                 few = Calibration(samples=2, seq_len=64) if loaded.needs_data else None
-                quantize("demo", loaded, folder, calibration=few, quality_windows=0)
-        return folder
+                made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
+                report.write_bytes(pickle.dumps(made))
+        return folder, pickle.loads(report.read_bytes())
 
     return make
+
+
+@pytest.fixture(scope="session")
+def quantized_tiny(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Path, Any]]:  # fmt: skip
+    """`quantized_tiny(recipe, *changes)`: the tiny model in a folder that nobody may change, and the run's report."""
+    return _quantized_once(tmp_path_factory, "tiny", tiny_model)
+
+
+@pytest.fixture(scope="session")
+def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`quantized_demo(recipe, *changes)`: the bundled model in a folder that nobody may change, little calibrated."""
+    make = _quantized_once(tmp_path_factory, "demo", "demo")
+    return lambda *recipe: make(*recipe)[0]
+
+
+@pytest.fixture(scope="session")
+def quantized_draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """As `quantized_demo`, from the bundled draft model, an eighth as large: where any trained model will do."""
+    make = _quantized_once(tmp_path_factory, "draft", "demo-draft")
+    return lambda *recipe: make(*recipe)[0]
 
 
 @pytest.fixture
