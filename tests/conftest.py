@@ -73,7 +73,7 @@ def _quantized_once(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not report.exists():
                 loaded = load_recipe(recipe, changes)
-                few = Calibration(samples=2, seq_len=64) if loaded.needs_data else None
+                few = Calibration(samples=2, seq_len=64)  # LLM.int8 looks at data too, for its log
                 made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
                 report.write_bytes(pickle.dumps(made))
         return folder, pickle.loads(report.read_bytes())

@@ -125,6 +125,7 @@ def test_gptq_log_and_losses(tmp_path: Path) -> None:
     assert [line["module"] for line in lines[1:]] == [layer.module for layer in report.layers]
 
 
+@pytest.mark.long
 def test_calibration_is_repeatable_and_seeded(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         calibration = Calibration(samples=2, seq_len=64, seed=seed)

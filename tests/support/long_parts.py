@@ -32,6 +32,8 @@ SECONDS = {
     "tests/long/test_tasks_items.py": 150,
     "tests/quantkit/test_auto_bits_quality.py": 100,
     "tests/quantkit/test_calibrated_quality.py": 300,
+    "tests/quantkit/test_pipeline.py": 10,
+    "tests/quantkit/test_sensitivity.py": 25,
     "tests/runtime/parallel/test_engine_parallel.py": 300,
     "tests/runtime/parallel/test_parallel_processes.py": 200,
     "tests/runtime/test_engine_equality.py": 300,
