@@ -1,10 +1,12 @@
 """`quantkit compare`: every format in its own process, results kept, one that fails beside those that do not."""
 
+import io
 import json
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from quantkit.eval.compare import run as compare_run
 from quantkit.eval.compare.asked import Asked
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.compare.run import check, compare, entries_of
+from quantkit.eval.compare.worker import Job, work
 from quantkit.eval.quality.measure import QualityResult
 from quantkit.sources import model_folder
 
@@ -138,7 +141,15 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert again.formats[3] == well
 
 
-def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli) -> None:
+def measure_here(job: Job, on_part: object) -> str:
+    """A format measured in this process; `whole` has real ones."""
+    with redirect_stdout(io.StringIO()):
+        work(job)
+    return ""
+
+
+def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_run, "_run_process", measure_here)
     code, out, err = run_cli("compare", "tiny", "-r", "nf4", "-o", tmp_path / "shape", *SMALL, "--json")
     assert (code, err) == (0, "")
     found = Comparison.from_dict(json.loads(out))

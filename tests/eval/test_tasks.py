@@ -190,7 +190,7 @@ def test_choices_share_their_context(engine_model: EngineModel) -> None:
 
 def test_the_option_of_eval(run_cli: Callable[..., tuple[int, str, str]]) -> None:
     args = ("--tasks", "local_last_word", "--limit", 2, "--device", "cpu", "--json")
-    code, out, _ = run_cli("eval", "demo", *args)
+    code, out, _ = run_cli("eval", "demo-draft", *args)
     assert code == 0
     found = json.loads(out)
     assert {score["task"] for score in found["scores"]} == {"local_last_word"}
