@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Which of the four parts of the long tests: 1 to 4, or all (docs/testing.md).
+PART ?= all
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-long lint format test-gpu test-interop clean
@@ -9,12 +11,19 @@ PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 demo: $(VENV)/ready
 	$(BIN)/quantkit demo
 
-test: $(VENV)/ready lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 -m "not long and not gpu and not interop"
+# Lint runs beside the tests and is shown after them; the command fails where either fails.
+test: $(VENV)/ready
+	@log=$$(mktemp); $(MAKE) --no-print-directory lint >$$log 2>&1 & \
+	lint=$$!; trap 'kill $$lint' INT TERM; \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 -m "not long and not gpu and not interop"; tests=$$?; \
+	wait $$lint; lint=$$?; echo "make lint (exit code $$lint):"; cat $$log; rm $$log; \
+	test $$tests -eq 0 -a $$lint -eq 0
 
+# Ray's tests run alone: Ray gives up where it must wait for a processor. A part may have none (exit code 5).
+LONG := $$(grep -rl "mark\.long" tests --include="test_*.py")
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 -m "long and not gpu and not ray"
-	$(BIN)/python -m pytest --durations=10 -m "long and ray"  # alone: Ray gives up where it must wait for a processor
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 --part=$(PART) -m "long and not gpu and not ray" $(LONG)
+	$(BIN)/python -m pytest --durations=10 --part=$(PART) -m "long and ray" tests/long || test $$? -eq 5
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _HUB = "datasets:"
 _HUB_SOURCE = re.compile(r"datasets:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?:@(?P<split>[^:@]+))?")
 _BATCH = 16  # documents tokenized at once, in parallel; also the most that are read from a stream in vain
+_LOOK_AHEAD = 256  # tokens that must follow the last one taken: text further on never changes how it was cut
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a character, no tokenizer takes it
 _KEYS = "'text' or 'messages'"
 
@@ -117,14 +118,34 @@ class Calibration:
         return cut_windows(ids, self.seq_len, source)
 
 
-def token_windows(tokenizer: PreTrainedTokenizerBase, text_file: Path, window: int) -> Tensor:
-    """A text as whole windows of token ids [windows, window], without special tokens; a short rest is dropped."""
+def token_windows(
+    tokenizer: PreTrainedTokenizerBase, text_file: Path, window: int, count: int | None = None
+) -> Tensor:  # fmt: skip
+    """A text as whole windows of token ids [windows, window], without special tokens; a short rest is dropped.
+
+    With `count` only the first ones, and only as much of the text is tokenized as decides them.
+    """
     try:
         text = text_file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read the text {text_file}: {error}") from error
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+    ids = _text_ids(tokenizer, text) if count is None else _first_ids(tokenizer, text, count * window)
     return cut_windows(ids, window, str(text_file))
+
+
+def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, enough: int) -> Tensor:
+    """The first `enough` token ids of a text; all of them where it has fewer."""
+    characters = 5 * (enough + _LOOK_AHEAD)
+    while characters < len(text):
+        ids = _text_ids(tokenizer, text[:characters])
+        if len(ids) >= enough + _LOOK_AHEAD:
+            return ids[:enough]
+        characters *= 2
+    return _text_ids(tokenizer, text)[:enough]
+
+
+def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
 
 class _Row(NamedTuple):

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 from tiny_models import SETTINGS, save_model  # imports transformers
 
+pytest_plugins = ["long_parts"]  # tests/support: which part of the long tests to run
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so do those of the processes that tests start
@@ -57,8 +58,10 @@ def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return folder_of
 
 
-def _quantizer(tmp_path_factory: pytest.TempPathFactory, model: str | Path) -> Callable[..., Path]:
-    """`make(recipe, *changes)`: the model in a folder that nobody may change, little calibrated.
+def _quantized_once(
+    tmp_path_factory: pytest.TempPathFactory, model: str | Path
+) -> Callable[..., tuple[Path, QuantizeReport]]:
+    """`make(recipe, *changes)`: the model in a folder that nobody may change, little calibrated, and the run's report.
 
     All processes that run tests share it: the first to ask makes it.
     """
@@ -70,35 +73,48 @@ def _quantizer(tmp_path_factory: pytest.TempPathFactory, model: str | Path) -> C
     shared = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / f"quantized-{Path(model).name}"
     shared.mkdir(exist_ok=True)
 
-    def make(recipe: str, *changes: str) -> Path:
+    def make(recipe: str, *changes: str) -> tuple[Path, QuantizeReport]:
         folder = shared / "-".join((recipe, *changes))
+        report = folder.with_name(f"{folder.name}.report")
         with (shared / f"{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
+            if not report.exists():
                 loaded = load_recipe(recipe, changes)
-                few = Calibration(samples=2, seq_len=64) if loaded.needs_data else None
-                quantize(model, loaded, folder, calibration=few, quality_windows=0)
-        return folder
+                few = Calibration(samples=2, seq_len=64)  # LLM.int8 looks at data too, for its log
+                made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
+                report.write_text(json.dumps(asdict(made)))
+        kept = json.loads(report.read_text())
+        return folder, QuantizeReport(**kept | {"layers": tuple(LayerReport(**layer) for layer in kept["layers"])})
 
     return make
 
 
 @pytest.fixture(scope="session")
 def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`quantized_demo(recipe, *changes)`: the bundled model of 15 M parameters; see `_quantizer`."""
-    return _quantizer(tmp_path_factory, "demo")
+    """`quantized_demo(recipe, *changes)`: the bundled model of 15 M parameters; see `_quantized_once`."""
+    make = _quantized_once(tmp_path_factory, "demo")
+    return lambda *recipe: make(*recipe)[0]
 
 
 @pytest.fixture(scope="session")
 def quantized_draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`quantized_draft(recipe, *changes)`: the bundled model of 1.8 M parameters."""
-    return _quantizer(tmp_path_factory, "demo-draft")
+    """`quantized_draft(recipe, *changes)`: the bundled model of 1.8 M parameters, where any trained model will do."""
+    make = _quantized_once(tmp_path_factory, "demo-draft")
+    return lambda *recipe: make(*recipe)[0]
 
 
 @pytest.fixture(scope="session")
-def quantized_tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Path]:
-    """`quantized_tiny(recipe, *changes)`: `tiny_model`, by recipes that need no data."""
-    return _quantizer(tmp_path_factory, tiny_model)
+def reported_tiny(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Callable[..., tuple[Path, QuantizeReport]]:
+    """`reported_tiny(recipe, *changes)`: `tiny_model` by a recipe that needs no data, and the run's report."""
+    return _quantized_once(tmp_path_factory, tiny_model)
+
+
+@pytest.fixture(scope="session")
+def quantized_tiny(reported_tiny: Callable[..., tuple[Path, QuantizeReport]]) -> Callable[..., Path]:
+    """The same without the report."""
+    return lambda *recipe: reported_tiny(*recipe)[0]
 
 
 @pytest.fixture

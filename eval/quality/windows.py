@@ -99,7 +99,7 @@ def read_windows(
         dataset = DATASETS[str(source)]
         ids, name, preparation = _dataset_windows(tokenizer, dataset, window), str(source), dataset.preparation
     else:
-        ids, name = token_windows(tokenizer, Path(source), window), Path(source).name
+        ids, name = token_windows(tokenizer, Path(source), window, max_windows), Path(source).name
     ids = ids[:max_windows]
     return Windows(ids, name, tuple(_bytes_predicted(tokenizer, row) for row in ids), preparation)
 

@@ -194,7 +194,7 @@ def _quality_windows(source: Checkpoint, count: int) -> Tensor | None:
     if count == 0 or not _has_tokenizer(source):
         return None
     window = min(WINDOW, int(source.config.get("max_position_embeddings") or WINDOW))
-    return token_windows(load_tokenizer(source.folder), HELDOUT_TEXT, window)[:count]
+    return token_windows(load_tokenizer(source.folder), HELDOUT_TEXT, window, count)
 
 
 def _version(package: str) -> str:

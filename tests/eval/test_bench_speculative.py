@@ -94,12 +94,12 @@ def test_contenders_take_turns_after_a_turn_that_does_not_count() -> None:
 
 
 def test_prompts_are_spread_over_the_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(model_folder("demo"))
+    tokenizer = load_tokenizer(model_folder("demo-draft"))
     assert tokenizer is not None
     text = " ".join(f"number {number}" for number in range(200))
     (tmp_path / "text.txt").write_text(text)
     load = Load(batches=(1, 3), prompt=10, new=4, rounds=2)
-    plan = TextPlan("demo", ("ngram",), str(tmp_path / "text.txt"), 0.0, 2, load)
+    plan = TextPlan("demo-draft", ("ngram",), str(tmp_path / "text.txt"), 0.0, 2, load)
     ids = tokenizer(text)["input_ids"]
     prompts = cut_prompts(plan)
     assert prompts[0] == ids[:10]
@@ -110,11 +110,11 @@ def test_prompts_are_spread_over_the_text(tmp_path: Path) -> None:
 
 
 def test_text_from_the_command_line(run_cli: Cli, tmp_path: Path) -> None:
-    args = ("bench", "speculative", "demo", "--speculative", DRAFT, "--speculative", "ngram,k=2")
+    args = ("bench", "speculative", "demo-draft", "--speculative", DRAFT, "--speculative", "ngram,k=2")
     code, out, err = run_cli(*args, *SMALL, "--batch", "1,2", "--prompts", 2, "--output", tmp_path / "rows.csv")
     assert (code, err) == (0, "")
     assert out.count("plain") == 2
-    assert f"demo on {HELDOUT}" in out
+    assert f"demo-draft on {HELDOUT}" in out
     with (tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     ways = ["", DRAFT, "", DRAFT, "ngram,k=2", "ngram,k=2"]
@@ -133,7 +133,7 @@ def test_text_from_the_command_line(run_cli: Cli, tmp_path: Path) -> None:
 
 def test_sampled_text_as_json(run_cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("A list is a sequence of values. " * 20)
-    args = ("bench", "speculative", "demo", "--speculative", "draft=demo-draft", "--text", tmp_path / "own.txt")
+    args = ("bench", "speculative", "demo-draft", "--speculative", "draft=demo-draft", "--text", tmp_path / "own.txt")
     code, out, _ = run_cli(*args, *SMALL, "--prompts", 1, "--temperature", 0.8, "--no-save", "--json")
     assert code == 0
     plain, drafted = json.loads(out)["rows"]
@@ -165,7 +165,7 @@ def test_forced_acceptance_from_the_command_line(run_cli: Cli, tmp_path: Path) -
 
 
 def test_forced_acceptance_of_checkpoints(run_cli: Cli) -> None:
-    args = ("bench", "speculative", "demo", "--draft", "demo-draft", "--acceptance", "0.5", "--no-save", "--json")
+    args = ("bench", "speculative", "demo-draft", "--draft", "demo-draft", "--acceptance", "0.5", "--no-save", "--json")
     code, out, _ = run_cli(*args, *SMALL)
     assert code == 0
     (row,) = json.loads(out)["rows"]
@@ -177,24 +177,27 @@ def test_forced_acceptance_of_checkpoints(run_cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("demo",), ("--draft MODEL", "--speculative HOW")),
-        (("demo", "--draft", "demo-draft", "--speculative", "ngram"), ("--draft MODEL", "--speculative HOW")),
-        (("demo", "--draft", "demo-draft", "--text", "heldout"), ("--text goes with --speculative",)),
-        (("demo", "--speculative", "ngram", "--k", "2"), ("--k goes with --draft",)),
-        (("demo", "--draft", "demo-draft", "--acceptance", "0.5,1.2"), ("--acceptance is '0.5,1.2'", "from 0 to 1")),
-        (("demo", "--draft", "demo-draft", "--k", "99"), ("k must be a whole number from 1 to",)),
-        (("demo", "--draft", "demo-draft", "--k", "two"), ("--k is 'two'", "whole numbers")),
-        (("demo", "--draft", "demo-draft", "--batch", "0"), ("--batch is '0'", "1 or more")),
-        (("demo", "--draft", "shape:tiny"), ("a checkpoint needs one that knows its tokens",)),
+        (("demo-draft",), ("--draft MODEL", "--speculative HOW")),
+        (("demo-draft", "--draft", "demo-draft", "--speculative", "ngram"), ("--draft MODEL", "--speculative HOW")),
+        (("demo-draft", "--draft", "demo-draft", "--text", "heldout"), ("--text goes with --speculative",)),
+        (("demo-draft", "--speculative", "ngram", "--k", "2"), ("--k goes with --draft",)),
+        (
+            ("demo-draft", "--draft", "demo-draft", "--acceptance", "0.5,1.2"),
+            ("--acceptance is '0.5,1.2'", "from 0 to 1"),
+        ),
+        (("demo-draft", "--draft", "demo-draft", "--k", "99"), ("k must be a whole number from 1 to",)),
+        (("demo-draft", "--draft", "demo-draft", "--k", "two"), ("--k is 'two'", "whole numbers")),
+        (("demo-draft", "--draft", "demo-draft", "--batch", "0"), ("--batch is '0'", "1 or more")),
+        (("demo-draft", "--draft", "shape:tiny"), ("a checkpoint needs one that knows its tokens",)),
         (("shape:tiny", "--draft", "demo-draft"), ("draft=shape:NAME:FORMAT",)),
         (("shape:tiny", "--draft", "shape:llama-3.2-1b"), ("128256 tokens, the model 512",)),
         (("shape:tinny", "--draft", "shape:tiny"), ("unknown shape 'tinny'", "did you mean 'tiny'")),
         (("shape:tiny:w5", "--draft", "shape:tiny"), ("unknown format 'w5'", "did you mean")),
         (("shape:tiny", "--speculative", "ngram"), ("no text fits it",)),
-        (("demo", "--speculative", "ngramm"), ("speculative is 'ngramm'", "did you mean 'ngram'")),
-        (("demo", "--speculative", "ngram", "--text", "nowhere.txt"), ("no text 'nowhere.txt'", "heldout")),
-        (("demo", "--speculative", "ngram", "--temperature", "-1"), ("--temperature is -1.0", "0 or more")),
-        (("demo", "--speculative", "ngram", "--prompts", "100000"), ("100000 are wanted", "--prompts")),
+        (("demo-draft", "--speculative", "ngramm"), ("speculative is 'ngramm'", "did you mean 'ngram'")),
+        (("demo-draft", "--speculative", "ngram", "--text", "nowhere.txt"), ("no text 'nowhere.txt'", "heldout")),
+        (("demo-draft", "--speculative", "ngram", "--temperature", "-1"), ("--temperature is -1.0", "0 or more")),
+        (("demo-draft", "--speculative", "ngram", "--prompts", "100000"), ("100000 are wanted", "--prompts")),
         (("nowhere", "--speculative", "ngram"), ("no model at 'nowhere'",)),
     ],
 )

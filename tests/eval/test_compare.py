@@ -1,10 +1,12 @@
 """`quantkit compare`: every format in its own process, results kept, one that fails beside those that do not."""
 
+import io
 import json
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from quantkit.eval.compare import run as compare_run
 from quantkit.eval.compare.asked import Asked
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.compare.run import check, compare, entries_of
+from quantkit.eval.compare.worker import Job, work
 from quantkit.eval.quality.measure import QualityResult
-from quantkit.pipeline import quantize
 from quantkit.sources import model_folder
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -32,7 +34,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked_for(**changes: Any) -> Asked:
     given: dict[str, Any] = {
-        "model": "demo", "text": str(HELDOUT_TEXT), "windows": 2, "window": 64, "calibration_text": None,
+        "model": "demo-draft", "text": str(HELDOUT_TEXT), "windows": 2, "window": 64, "calibration_text": None,
         "samples": None, "seq_len": None, "batches": (1,), "prompt": 8, "new": 3, "device": "cpu", "reference": False,
     }  # fmt: skip
     return Asked(**(given | changes))
@@ -52,7 +54,7 @@ def kl_of(quality: QualityResult | None) -> float:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
-    """The bundled model in two formats, the reference measured too."""
+    """The small bundled model in two formats, the reference measured too."""
     folder = tmp_path_factory.mktemp("compare") / "report"
     return folder, run(asked_for(reference=True, batches=(1, 2)), folder, "nf4", "rtn-w3g128")
 
@@ -139,7 +141,15 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert again.formats[3] == well
 
 
-def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli) -> None:
+def measure_here(job: Job, on_part: object) -> str:
+    """A format measured in this process; `whole` has real ones."""
+    with redirect_stdout(io.StringIO()):
+        work(job)
+    return ""
+
+
+def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_run, "_run_process", measure_here)
     code, out, err = run_cli("compare", "tiny", "-r", "nf4", "-o", tmp_path / "shape", *SMALL, "--json")
     assert (code, err) == (0, "")
     found = Comparison.from_dict(json.loads(out))
@@ -156,9 +166,21 @@ def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli) -> None
 
 
 @pytest.mark.long
-def test_a_checkpoint_from_elsewhere_and_the_page(tmp_path: Path, run_cli: Cli) -> None:
-    quantize("demo", "llm-int8", tmp_path / "theirs", quality_windows=0)
-    args = ("compare", "demo", "-r", "rtn-w4g128", "-c", tmp_path / "theirs", "-o", tmp_path / "out", "--no-reference")
+def test_a_checkpoint_from_elsewhere_and_the_page(
+    tmp_path: Path, run_cli: Cli, quantized_draft: Callable[..., Path]
+) -> None:
+    shutil.copytree(quantized_draft("llm-int8"), tmp_path / "theirs")
+    args = (
+        "compare",
+        "demo-draft",
+        "-r",
+        "rtn-w4g128",
+        "-c",
+        tmp_path / "theirs",
+        "-o",
+        tmp_path / "out",
+        "--no-reference",
+    )
     code, out, err = run_cli(*args, *SMALL)
     assert (code, err) == (0, "")
     assert "theirs" in out
@@ -170,8 +192,8 @@ def test_a_checkpoint_from_elsewhere_and_the_page(tmp_path: Path, run_cli: Cli) 
 
 
 def other_tokenizer(folder: Path) -> Path:
-    """The bundled model with two tokens exchanged."""
-    shutil.copytree(model_folder("demo"), folder)
+    """The small bundled model with two tokens exchanged."""
+    shutil.copytree(model_folder("demo-draft"), folder)
     file = folder / "tokenizer.json"
     contents = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = contents["model"]["vocab"]
@@ -183,11 +205,10 @@ def other_tokenizer(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory, quantized_draft: Callable[..., Path]) -> dict[str, Path]:
     top = tmp_path_factory.mktemp("wrong")
     (top / "short.txt").write_text("Too short.\n")
-    quantize("demo", "nf4", top / "quantized", quality_windows=0)
-    return {"short": top / "short.txt", "quantized": top / "quantized", "mixed": other_tokenizer(top / "mixed")}
+    return {"short": top / "short.txt", "quantized": quantized_draft("nf4"), "mixed": other_tokenizer(top / "mixed")}
 
 
 @pytest.mark.parametrize(
@@ -195,15 +216,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         ("{quantized}", (), ("quantized already", "baseline")),
         ("nowhere", (), ("nowhere",)),
-        ("demo", ("-r", "gptq-w5g128"), ("gptq-w5g128", "did you mean")),
-        ("demo", ("-r", "nf4", "-r", "nf4"), ("nf4", "two formats")),
-        ("demo", ("--text", "{short}"), ("short.txt", "64")),
-        ("demo", ("--text", "missing.txt"), ("missing.txt",)),
-        ("demo", ("-c", "{mixed}"), ("mixed", "tokenizer")),
-        ("demo", ("-c", "missing-folder"), ("missing-folder",)),
-        ("demo", ("--batch", "one"), ("one", "1,8,32")),
-        ("demo", ("--batch", "0"), ("1 or more",)),
-        ("demo", ("--device", "cuda"), ("cuda",)),
+        ("demo-draft", ("-r", "gptq-w5g128"), ("gptq-w5g128", "did you mean")),
+        ("demo-draft", ("-r", "nf4", "-r", "nf4"), ("nf4", "two formats")),
+        ("demo-draft", ("--text", "{short}"), ("short.txt", "64")),
+        ("demo-draft", ("--text", "missing.txt"), ("missing.txt",)),
+        ("demo-draft", ("-c", "{mixed}"), ("mixed", "tokenizer")),
+        ("demo-draft", ("-c", "missing-folder"), ("missing-folder",)),
+        ("demo-draft", ("--batch", "one"), ("one", "1,8,32")),
+        ("demo-draft", ("--batch", "0"), ("1 or more",)),
+        ("demo-draft", ("--device", "cuda"), ("cuda",)),
         ("tiny", ("-c", "{quantized}"), ("shape",)),
         ("deepseek-v3", (), ("deepseek-v3", "plan")),
     ],

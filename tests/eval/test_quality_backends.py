@@ -1,12 +1,11 @@
 """Our runtime and the transformers reference measure the same: every recipe, whole windows and small steps."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-import quantkit
-from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.eval.quality.measure import QualityResult, measure_quality
@@ -15,7 +14,6 @@ from quantkit.eval.quality.windows import Windows
 from quantkit.recipe import Recipe, list_recipes
 
 WINDOW = 48
-FEW = Calibration(samples=2, seq_len=64)
 # Where activations are rounded, a last bit more or less can turn a rounding around, and what follows then differs by
 # about as much as the rounding itself: 3 binary digits in FP8, 7 in INT8. Elsewhere both compute the same in float32.
 KL_LIMIT = {"ct-float8": 1e-2, "ct-int8": 1e-3, "llm-int8": 1e-3}
@@ -46,23 +44,22 @@ def assert_agree(found: QualityResult, wanted: QualityResult, limit: float) -> N
 
 
 @pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
-def test_every_recipe_measures_the_same(recipe: Recipe, tiny_model: Path, tmp_path: Path) -> None:
+def test_every_recipe_measures_the_same(
+    recipe: Recipe, quantized_tiny: Callable[..., Path], quantized_draft: Callable[..., Path]
+) -> None:
     """A recipe that needs data takes a small trained model with its tokenizer."""
-    model = "demo-draft" if recipe.needs_data else tiny_model
-    calibration = FEW if recipe.needs_data else None
-    quantkit.quantize(model, recipe, tmp_path / "out", calibration=calibration, quality_windows=0)
-    checkpoint = Checkpoint(tmp_path / "out")
+    folder = (quantized_draft if recipe.needs_data else quantized_tiny)(recipe.name)
+    checkpoint = Checkpoint(folder)
     rounding = [KL_LIMIT[fmt.name] for fmt in checkpoint.formats.values() if fmt.input_rounding]
-    found, wanted = both(tmp_path / "out", windows_of(500))
+    found, wanted = both(folder, windows_of(500))
     assert_agree(found, wanted, max(rounding, default=1e-6))
     assert (found.backend, wanted.backend) == ("runtime", "reference")
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7, None])
 @pytest.mark.parametrize("recipe", ["nf4", "rtn-w4g128", "rtn-w3g128"])
-def test_steps_measure_the_same(recipe: str, step_tokens: int | None, tiny_model: Path, tmp_path: Path) -> None:
-    quantkit.quantize(tiny_model, recipe, tmp_path / "out", quality_windows=0)
-    found, wanted = both(tmp_path / "out", windows_of(500), step_tokens)
+def test_steps_measure_the_same(recipe: str, step_tokens: int | None, quantized_tiny: Callable[..., Path]) -> None:
+    found, wanted = both(quantized_tiny(recipe), windows_of(500), step_tokens)
     assert_agree(found, wanted, 1e-6)
     assert f"step_tokens {step_tokens or WINDOW}," in found.arithmetic
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.pipeline import quantize
 from quantkit.sources import model_folder
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -15,11 +14,9 @@ Refused = Callable[..., None]
 SMALL = ("--window", 64, "--max-windows", 3)
 
 
-@pytest.fixture(scope="module")
-def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "int8"
-    quantize("demo-draft", "llm-int8", folder, quality_windows=0)
-    return folder
+@pytest.fixture
+def int8(quantized_draft: Callable[..., Path]) -> Path:
+    return quantized_draft("llm-int8")
 
 
 def test_text_and_json_say_the_same(int8: Path, run_cli: Cli) -> None:

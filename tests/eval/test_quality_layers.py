@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantkit.arch import FAMILIES
 from quantkit.bundled import HELDOUT_TEXT
@@ -21,6 +20,7 @@ from quantkit.eval.quality.windows import read_windows
 from quantkit.pipeline import quantize
 from quantkit.reference import load_reference, load_tokenizer
 from quantkit.sources import model_folder
+from tiny_models import save_model
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 LAYERS = 2
@@ -161,18 +161,10 @@ def test_methods_that_fold_look_as_good_as_they_are(recipe: str, limit: float, i
     assert found.blocks[0] < 3 * limit
 
 
-def tiny_of(family: str, folder: Path) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 112}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = AutoConfig.for_model(family, **sizes, **heads, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path) -> None:
-    folder = tiny_of(family, tmp_path / "model")
+    folder = tmp_path / "model"
+    save_model(family, folder)
     quantize(folder, "rtn-w4g32", tmp_path / "q", quality_windows=0)
     tokens = torch.randint(3, 110, (2, 40), generator=torch.Generator().manual_seed(0))
     found = layer_errors(folder, tmp_path / "q", tokens)

@@ -20,7 +20,6 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.eval.quality.measure import QualityResult, measure_quality
 from quantkit.eval.quality.predictors import BACKENDS, Predictor, load_predictor
 from quantkit.eval.quality.windows import Windows, read_windows
-from quantkit.pipeline import quantize
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
 
@@ -32,15 +31,13 @@ def heldout(window: int, count: int) -> Windows:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(quantized_demo: Callable[..., Path]) -> Measured:
     """`measured(recipe)`: the bundled model by a recipe against itself unquantized, measured once."""
-    folder, windows, base = tmp_path_factory.mktemp("rounded"), heldout(256, 6), load_predictor("demo", window=256)
+    windows, base = heldout(256, 6), load_predictor("demo", window=256)
 
     @cache
     def measure(recipe: str, activations: str = "served") -> QualityResult:
-        if not (folder / recipe).exists():
-            quantize("demo", recipe, folder / recipe, quality_windows=0)
-        model = load_predictor(folder / recipe, window=256, activations=activations)
+        model = load_predictor(quantized_demo(recipe), window=256, activations=activations)
         return measure_quality(model, windows, base, base_windows=5)
 
     return measure
@@ -52,10 +49,10 @@ def random_windows(vocabulary: int = 512) -> Windows:
 
 
 def test_equals_a_plain_transformers_script() -> None:
-    folder = model_folder("demo")
+    folder = model_folder("demo-draft")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    text = HELDOUT_TEXT.read_text(encoding="utf-8")
+    text = HELDOUT_TEXT.read_text(encoding="utf-8")[:10_000]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     losses = []
     with torch.no_grad():
@@ -65,7 +62,7 @@ def test_equals_a_plain_transformers_script() -> None:
     expected = math.exp(sum(losses) / len(losses))
     windows = heldout(256, 4)
     for backend in BACKENDS:
-        found = measure_quality(load_predictor("demo", backend, window=256), windows)
+        found = measure_quality(load_predictor("demo-draft", backend, window=256), windows)
         assert found.perplexity.value == pytest.approx(expected, rel=1e-5)
         nats = sum(losses) * 255
         assert found.bits_per_byte.value == pytest.approx(nats / math.log(2) / windows.bytes, rel=1e-5)

@@ -159,11 +159,11 @@ def test_too_long_for_the_model(run_cli: Cli, server: ScriptedServer) -> None:
 
 @pytest.fixture
 def live_url(tmp_path: Path) -> Iterator[str]:
-    """`quantkit serve demo` on a CPU, as a process of its own."""
+    """`quantkit serve demo-draft` on a CPU, as a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "quantkit", "serve", "demo", "--device", "cpu", "--port", str(port)]
+    command = [sys.executable, "-m", "quantkit", "serve", "demo-draft", "--device", "cpu", "--port", str(port)]
     with (tmp_path / "server.log").open("w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -26,7 +26,7 @@ SENTENCE = "The function returns a list of all the names that were found in the 
 
 @pytest.fixture(scope="module")
 def engine_model() -> Iterator[EngineModel]:
-    model = EngineModel(LLM("demo", device="cpu", dtype="float32", max_context=CONTEXT))
+    model = EngineModel(LLM("demo-draft", device="cpu", dtype="float32", max_context=CONTEXT))
     yield model
     model.llm.engine.check_integrity()
     assert model.llm.engine.unfinished == 0
@@ -34,8 +34,8 @@ def engine_model() -> Iterator[EngineModel]:
 
 @pytest.fixture(scope="module")
 def hf_model() -> HFLM:
-    reference = load_reference("demo", "float32")
-    tokenizer = load_tokenizer("demo")
+    reference = load_reference("demo-draft", "float32")
+    tokenizer = load_tokenizer("demo-draft")
     return HFLM(pretrained=reference, tokenizer=tokenizer, batch_size=1, max_length=CONTEXT - 1, logits_cache=False)
 
 
@@ -94,25 +94,25 @@ def test_170_last_words_equal_the_hf_model() -> None:
 
 
 def test_24_choices_and_completions_equal_the_hf_model() -> None:
-    ours, theirs = both("demo", "local_continuation,local_completion", limit=12)
+    ours, theirs = both("demo-draft", "local_continuation,local_completion", limit=12)
     assert compare(ours, theirs) == {"items": 24, "scored": 48, "rolled": 0, "written": 12}
     same_scores(ours, theirs)
 
 
 def test_6_documents_equal_the_hf_model() -> None:
-    ours, theirs = both("demo", "local_rolling", limit=6)
+    ours, theirs = both("demo-draft", "local_rolling", limit=6)
     assert compare(ours, theirs) == {"items": 6, "scored": 0, "rolled": 6, "written": 0}
     same_scores(ours, theirs)
 
 
-def test_a_quantized_checkpoint_equals_the_hf_model(quantized_demo: Callable[..., Path]) -> None:
-    ours, theirs = both(quantized_demo("nf4"), "local", limit=2)
+def test_a_quantized_checkpoint_equals_the_hf_model(quantized_draft: Callable[..., Path]) -> None:
+    ours, theirs = both(quantized_draft("nf4"), "local", limit=2)
     assert compare(ours, theirs) == {"items": 8, "scored": 10, "rolled": 2, "written": 2}
     assert ours.setting.model == "nf4"
 
 
 def test_chat_template_and_examples_equal_the_hf_model() -> None:
-    ours, theirs = both("demo", "local_completion,local_continuation", limit=2, chat_template=True, fewshot=1)
+    ours, theirs = both("demo-draft", "local_completion,local_continuation", limit=2, chat_template=True, fewshot=1)
     assert compare(ours, theirs) == {"items": 4, "scored": 8, "rolled": 0, "written": 2}
     assert ours.samples is not None
     prompt = ours.samples["local_completion"][0]["arguments"][0][0]
@@ -190,7 +190,7 @@ def test_choices_share_their_context(engine_model: EngineModel) -> None:
 
 def test_the_option_of_eval(run_cli: Callable[..., tuple[int, str, str]]) -> None:
     args = ("--tasks", "local_last_word", "--limit", 2, "--device", "cpu", "--json")
-    code, out, _ = run_cli("eval", "demo", *args)
+    code, out, _ = run_cli("eval", "demo-draft", *args)
     assert code == 0
     found = json.loads(out)
     assert {score["task"] for score in found["scores"]} == {"local_last_word"}

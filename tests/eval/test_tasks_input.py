@@ -67,20 +67,20 @@ def test_items_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     items = [{"question": f"What is {number}?", "choices": ["a number", "a colour"], "answer": 0} for number in "123"]
     data.write_text("".join(json.dumps(item) + "\n" for item in items))
     (tmp_path / "my.yaml").write_text(OWN_TASK.replace("DATA", str(data)))
-    found = run_tasks("demo", "my_items", task_path=tmp_path, device="cpu", with_samples=True)
+    found = run_tasks("demo-draft", "my_items", task_path=tmp_path, device="cpu", with_samples=True)
     assert [(score.task, score.metric, score.n) for score in found.scores] == [("my_items", "acc", 3)]
     assert found.samples is not None
     assert found.samples["my_items"][2]["doc"]["question"] == "What is 3?"
 
 
 def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate_tasks("demo", "local_last_word,local_rolling", **COMMAND, as_json=False)
+    evaluate_tasks("demo-draft", "local_last_word,local_rolling", **COMMAND, as_json=False)
     table, errors = capsys.readouterr()
     assert errors == ""
     assert "perplexity" in table
     assert "bits_per_byte" in table
     assert "quantkit's engine, float32 on cpu" in table
-    evaluate_tasks("demo", "local_last_word", **COMMAND, as_json=True)
+    evaluate_tasks("demo-draft", "local_last_word", **COMMAND, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert {score["metric"]: score["n"] for score in found["scores"]} == {"acc": 2, "perplexity": 2}
     assert all(score["stderr"] >= 0 for score in found["scores"])
@@ -91,7 +91,7 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
 
 def refused(words: str, tasks: str = "local_last_word", **how: Any) -> None:
     with pytest.raises(InputError, match=words) as error:
-        run_tasks("demo", tasks, device="cpu", **how)
+        run_tasks("demo-draft", tasks, device="cpu", **how)
     assert "\n" not in str(error.value)
 
 

@@ -4,32 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from quantkit.arch import FAMILIES, Family
 from quantkit.blocks import BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
-
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-}
+from tiny_models import save_model
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_block_by_block_equals_whole(family: Family, tmp_path: Path) -> None:
-    config = transformers.AutoConfig.for_model(family.model_type, attn_implementation="eager", **SIZES)
-    torch.manual_seed(0)
-    model = getattr(transformers, family.architecture)(config).eval()
-    model.save_pretrained(tmp_path)
+    model = save_model(family.model_type, tmp_path, num_hidden_layers=7, sliding_window=8)
     tokens = torch.randint(1, 96, (3, 24))
     seen = []
     last = model.get_submodule(family.blocks)[-1]

@@ -14,14 +14,16 @@ Refused = Callable[..., None]
 FEW = ("--samples", 2, "--seq-len", 64, "--quality-windows", 0)
 
 
-def quantize(output: Path, recipe: str = "gptq-w4g128", *more: object, model: object = "demo") -> tuple[object, ...]:
+def quantize(
+    output: Path, recipe: str = "gptq-w4g128", *more: object, model: object = "demo-draft"
+) -> tuple[object, ...]:
     return ("quantize", model, "-r", recipe, "-o", output, "--device", "cpu", *more)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A private copy of the bundled model that a test may break."""
-    return Path(shutil.copytree(model_folder("demo"), tmp_path / "model"))
+    """A private copy of the small bundled model that a test may break."""
+    return Path(shutil.copytree(model_folder("demo-draft"), tmp_path / "model"))
 
 
 def change(model: Path, name: str, value: float) -> None:

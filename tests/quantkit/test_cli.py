@@ -58,7 +58,7 @@ def test_json_everywhere(run_cli: Cli, tiny_model: Path, tmp_path: Path) -> None
     assert json.loads(converted)["layers"] == 14
     recipes = json.loads(run_cli("recipes", "--json")[1])
     assert {"nf4", "llm-int8", "rtn-w4g128"} <= {recipe["name"] for recipe in recipes}
-    evaluated = json.loads(run_cli("eval", "demo", "--max-windows", 1, "--window", 64, "--json")[1])
+    evaluated = json.loads(run_cli("eval", "demo-draft", "--max-windows", 1, "--window", 64, "--json")[1])
     assert evaluated["windows"] == 1
 
 
@@ -71,17 +71,18 @@ def test_recipes_lists_each_with_a_line(run_cli: Cli) -> None:
 
 
 def test_generate_prints_only_the_text(run_cli: Cli) -> None:
-    code, out, err = run_cli("generate", "demo", "The function returns", "--max-tokens", 12)
+    code, out, err = run_cli("generate", "demo-draft", "The function returns", "--max-tokens", 12)
     assert (code, err) == (0, "")
     assert 10 < len(out.strip()) < 120
-    again = run_cli("generate", "demo", "The function returns", "--max-tokens", 12, "--json")[1]
+    again = run_cli("generate", "demo-draft", "The function returns", "--max-tokens", 12, "--json")[1]
     assert json.loads(again)["text"] == out.rstrip("\n")
-    sampled = [run_cli("generate", "demo", "A list", "--temperature", 1, "--seed", seed)[1] for seed in (1, 1, 2)]
+    args = ("generate", "demo-draft", "A list", "--temperature", 1, "--max-tokens", 12)
+    sampled = [run_cli(*args, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_chat_stops_at_the_end_of_the_turn(run_cli: Cli) -> None:
-    code, out, _ = run_cli("generate", "demo", "What is a list?", "--chat", "--max-tokens", 200)
+    code, out, _ = run_cli("generate", "demo-draft", "What is a list?", "--chat", "--max-tokens", 200)
     assert code == 0
     assert "<|" not in out
 
@@ -140,7 +141,7 @@ def test_bench_engine(run_cli: Cli, tmp_path: Path) -> None:
     assert all(float(row["tokens_per_second"]) > 0 and float(row["step_ms"]) > 0 for row in rows)
     zeros = run_cli(*args, "--format", "w4", "--zero-weights", "--no-save", "--json")
     assert [row["format"] for row in json.loads(zeros[1])["rows"]] == ["w4, zeros", "w4, zeros"]
-    found = json.loads(run_cli("bench", "engine", "demo", *args[4:], "--no-save", "--json")[1])
+    found = json.loads(run_cli("bench", "engine", "demo-draft", *args[4:], "--no-save", "--json")[1])
     assert [row["format"] for row in found["rows"]] == ["float32", "float32"]
     assert set(found["rows"][0]["stages_s"]) >= {"weights", "cache"}
 

@@ -1,7 +1,9 @@
 """Conversion: the same bytes there and back, or a refusal that says why."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +12,14 @@ import quantkit
 from quantkit.checkpoint import Checkpoint
 from quantkit.convert import convert
 from quantkit.errors import CannotHold, InputError
-from quantkit.recipe import load_recipe
 
 Quantized = Callable[..., Path]
 
 
 @pytest.fixture
-def quantized(tiny_model: Path, tmp_path: Path) -> Quantized:
-    def make(recipe: str, *changes: str) -> Path:
-        folder = tmp_path / "-".join((recipe, *changes)).replace("=", "-")
-        quantkit.quantize(tiny_model, load_recipe(recipe, changes), folder)
-        return folder
-
-    return make
+def quantized(quantized_tiny: Callable[..., tuple[Path, Any]]) -> Quantized:
+    """The tiny model as a recipe writes it; nobody may change the folder."""
+    return lambda *recipe: quantized_tiny(*recipe)[0]
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -82,7 +79,7 @@ def test_nested_scales_unfold(quantized: Quantized, tmp_path: Path) -> None:
     source, plain = Checkpoint(quantized("nf4-plain")), Checkpoint(tmp_path / "plain")
     module = next(iter(plain.formats))
     assert plain.formats[module] == source.formats[module]
-    nested = Checkpoint(tmp_path / "nf4").quantized(module).dequantize()
+    nested = Checkpoint(quantized("nf4")).quantized(module).dequantize()
     assert torch.equal(plain.quantized(module).dequantize(), nested)
 
 
@@ -107,7 +104,8 @@ def test_refusals(
 
 
 def test_zero_point_of_zero_is_refused_by_gptq_v1(tiny_model: Path, quantized: Quantized, tmp_path: Path) -> None:
-    source = quantized("rtn-w4g128", "format.sym=false", "format.version=2")
+    made = quantized("rtn-w4g128", "format.sym=false", "format.version=2")
+    source = Path(shutil.copytree(made, tmp_path / "source"))
     checkpoint = Checkpoint(source)
     has_zero = any(int(checkpoint.quantized(module).zeros.min()) == 0 for module in checkpoint.formats)  # type: ignore[attr-defined]
     assert not has_zero  # random weights never give one, so plant it

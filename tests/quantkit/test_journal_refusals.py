@@ -1,7 +1,6 @@
 """Who may not go on with a journal, what a restart throws away, and what a full disk leaves."""
 
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from full_disk import largest_file
 from quantkit.errors import InputError, StorageError
 from quantkit.pipeline.journal import Journal
 
@@ -130,32 +130,22 @@ def test_one_process_at_a_time_and_killed_ones_hold_nothing(tmp_path: Path) -> N
         assert torch.equal(dict(journal.tensors(0))["weight"], torch.ones(2))
 
 
-FILL = """
-import sys
-import torch
-from quantkit.errors import StorageError
-from quantkit.pipeline.journal import Journal
-for name, sizes in {"nothing": [], "something": [100, 100]}.items():
-    try:
-        with Journal(f"{sys.argv[1]}/{name}", {}) as journal:
-            for size in [*sizes, int(sys.argv[2])]:
+def fill(output: Path, sizes: list[int]) -> str:
+    """What is said when the last of these units no longer fits."""
+
+    def commit() -> None:
+        with largest_file(20_000), Journal(output, {}) as journal:
+            for size in sizes:
                 journal.commit({"weight": torch.ones(size, dtype=torch.uint8)}, {"text": "x" * size})
-    except StorageError as error:
-        print(error)
-"""
 
-
-def small_files_only() -> None:
-    """Stands in for a full disk: no file may grow beyond 20 kB."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(StorageError) as caught:
+        commit()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("last", [19_800, 50_000], ids=["at the json", "at the tensors"])
 def test_disk_full_keeps_what_is_finished(tmp_path: Path, last: int) -> None:
-    args = [sys.executable, "-c", FILL, str(tmp_path), str(last)]
-    run = subprocess.run(args, capture_output=True, text=True, check=True, preexec_fn=small_files_only)
-    nothing, something = run.stdout.splitlines()
+    nothing, something = fill(tmp_path / "nothing", [last]), fill(tmp_path / "something", [100, 100, last])
     assert nothing == f"no space left for {tmp_path}; nothing was kept, free some space and run again"
     assert something.startswith(f"no space left for {tmp_path}; kept: 2 finished blocks; free some space and run the")
     folder = tmp_path / ".something.journal"

@@ -19,18 +19,10 @@ Cli = Callable[..., tuple[int, str, str]]
 BNB = "it does not cut bitsandbytes checkpoints"
 
 
-@pytest.fixture(scope="module")
-def quantized(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+@pytest.fixture
+def quantized(quantized_tiny: Callable[..., tuple[Path, Any]]) -> Callable[[str], Path]:
     """The tiny model in a recipe's format, made once."""
-    root = tmp_path_factory.mktemp("launch")
-
-    def make(recipe: str) -> Path:
-        folder = root / recipe
-        if not folder.exists():
-            quantize(tiny_model, recipe, folder, quality_windows=0)
-        return folder
-
-    return make
+    return lambda recipe: quantized_tiny(recipe)[0]
 
 
 def by_engine(model: Path | str, **options: Any) -> dict[str, Launch]:

@@ -264,8 +264,8 @@ def test_snippets_run_on_the_checkpoint_that_carries_them(
 ) -> None:
     """quantkit's always; transformers' where the packages that the card names are installed."""
     monkeypatch.chdir(tmp_path)
-    quantize("demo", recipe, f"demo-{recipe}", quality_windows=0)
-    ways = ways_to_load((tmp_path / f"demo-{recipe}" / "README.md").read_text())
+    quantize("demo-draft", recipe, f"demo-draft-{recipe}", quality_windows=0)
+    ways = ways_to_load((tmp_path / f"demo-draft-{recipe}" / "README.md").read_text())
     runnable = ["quantkit"]
     wanted = snippets(ways["transformers"])[0].removeprefix("pip install ").split()
     if all(importlib.util.find_spec(package.replace("-", "_")) for package in wanted):

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -50,13 +52,15 @@ def plan_for(
 
 
 @pytest.mark.parametrize("recipe", DATA_FREE)
-def test_sizes_are_those_of_the_written_checkpoint(recipe: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_written_checkpoint(
+    recipe: str, tiny_model: Path, reported_tiny: Callable[..., tuple[Path, Any]]
+) -> None:
     plan = plan_for(tiny_model, recipe)
-    report = quantkit.quantize(tiny_model, recipe, tmp_path / "out")
+    folder, report = reported_tiny(recipe)
     slack = STATE_TEXT * len(report.layers) if plan.output.format in ("nf4", "fp4") else 0
     assert abs(plan.output.bytes - report.bytes) <= slack
     assert plan.model.bytes == report.source_bytes
-    written = inspect_checkpoint(tmp_path / "out")
+    written = inspect_checkpoint(folder)
     assert plan.output.bits_per_weight == pytest.approx(written.quantized_bits_per_weight, rel=1e-3 if slack else 1e-12)
     assert plan.model.parameters == written.parameters
     assert plan.engines == written.engines

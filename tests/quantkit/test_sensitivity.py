@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
-from quantkit.arch import FAMILIES, Family, family_of
+from quantkit.arch import FAMILIES, family_of
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
@@ -23,28 +22,13 @@ from quantkit.passes import sensitivity
 from quantkit.passes.sensitivity import SCORED, SensitivityPass
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
+from tiny_models import save_model
 
 W3 = CtPacked(bits=3, group_size=32, dtype="float32")
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,  # predictions that depend on the input
-}
 
 
-def small_model(family: Family, folder: Path) -> torch.nn.Module:
-    config = transformers.AutoConfig.for_model(family.model_type, attn_implementation="eager", **SIZES)
-    torch.manual_seed(0)
-    model: torch.nn.Module = getattr(transformers, family.architecture)(config).eval()
-    model.save_pretrained(folder)
+def small_model(name: str, folder: Path) -> torch.nn.Module:
+    model: torch.nn.Module = save_model(name, folder, sliding_window=8)
     return model
 
 
@@ -62,11 +46,10 @@ def test_streams_equal_a_whole_model_with_one_group_rounded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sensitivity, "fast_products", lambda _: nullcontext())  # the whole model has none
-    model = small_model(FAMILIES[name], tmp_path)
+    model = small_model(name, tmp_path)
     tokens = torch.randint(1, 96, (4 * SCORED, 24))
     found = sensitivities(tmp_path, tmp_path, tokens, RtnMethod())
-    stages = [modules for layer in FAMILIES[name].linears_by_stage(SIZES) for modules in layer]
-    assert [each.modules for each in found] == stages
+    assert [each.modules for each in found] == FAMILIES[name].linear_groups(Checkpoint(tmp_path).config)
     with torch.no_grad():
         base = model(tokens[:SCORED]).logits.flatten(0, 1)
         for each in found:
@@ -81,7 +64,7 @@ def test_streams_equal_a_whole_model_with_one_group_rounded(
 
 
 def test_streams_on_disk_and_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_model(FAMILIES["llama"], tmp_path)
+    small_model("llama", tmp_path)
     tokens = torch.randint(1, 96, (6, 24))
     in_memory = sensitivities(tmp_path, tmp_path, tokens, GptqMethod())
     monkeypatch.setattr(sensitivity, "choose_place", lambda *_: "disk")
@@ -92,7 +75,7 @@ def test_streams_on_disk_and_one_block_at_a_time(tmp_path: Path, monkeypatch: py
 
     def look(item: str, total: int) -> None:
         seen.append(item.split()[0])
-        assert total == 12
+        assert total == 8
         assert sum(not block.self_attn.o_proj.weight.is_meta for block in work.runner.blocks) == 1
 
     assert work.run(tokens, 3.5, look) == in_memory
@@ -101,7 +84,7 @@ def test_streams_on_disk_and_one_block_at_a_time(tmp_path: Path, monkeypatch: py
 
 
 def test_long_sequences_are_cut_and_few_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_model(FAMILIES["llama"], tmp_path)
+    small_model("llama", tmp_path)
     tokens = torch.randint(1, 96, (2, 50))
     monkeypatch.setattr(sensitivity, "LENGTH", 24)
     pieces = torch.cat([tokens[:, :24], tokens[:, 24:48]])
@@ -113,31 +96,36 @@ def test_long_sequences_are_cut_and_few_are_enough(tmp_path: Path, monkeypatch: 
 
 
 def test_kept_layers_are_not_measured(tmp_path: Path) -> None:
-    small_model(FAMILIES["llama"], tmp_path)
+    small_model("llama", tmp_path)
     tokens = torch.randint(1, 96, (6, 24))
     every = sensitivities(tmp_path, tmp_path, tokens, RtnMethod())
     some = sensitivities(tmp_path, tmp_path, tokens, RtnMethod(), modules="layers.1.mlp")
     assert [each.modules[0] for each in some] == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"]
-    assert some == every[6:8]
+    assert some == every[6:]
 
 
 def test_inputs_that_are_not_finite_name_the_layer(tmp_path: Path) -> None:
-    model = small_model(FAMILIES["llama"], tmp_path)
+    model = small_model("llama", tmp_path)
     model.get_submodule("model.layers.1.mlp.up_proj").weight.data.fill_(1e30)
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"^model\.layers\.1\.mlp\.down_proj: "):
         sensitivities(tmp_path, tmp_path, torch.randint(1, 96, (6, 24)), GptqMethod())
 
 
-def test_predictions_hold_for_schemes_that_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the bundled model: 3 bits in groups of 64 are measured, then other schemes, and compared."""
-    folder = model_folder("demo")
+@pytest.mark.parametrize(
+    ("model", "block"), [("demo-draft", "layers.1."), pytest.param("demo", "layers.2.", marks=pytest.mark.long)]
+)
+def test_predictions_hold_for_schemes_that_were_not_measured(
+    model: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a bundled model: 3 bits in groups of 64 are measured, then other schemes, and compared."""
+    folder = model_folder(model)
     tokens = Calibration(samples=12, seq_len=128).tokens(load_tokenizer(folder), 128)
     fmt = CtPacked(bits=3, group_size=64)
-    predicted = sensitivities(folder, tmp_path, tokens, GptqMethod(), "layers.2.", fmt)
+    predicted = sensitivities(folder, tmp_path, tokens, GptqMethod(), block, fmt)
     for other, least, most in ((replace(fmt, bits=4, group_size=128), 0.75, 1.3), (replace(fmt, bits=2), 0.8, 1.8)):
         monkeypatch.setattr(sensitivity, "probe_for", lambda *_, other=other: other)
-        measured = sensitivities(folder, tmp_path, tokens, GptqMethod(), "layers.2.", fmt)
+        measured = sensitivities(folder, tmp_path, tokens, GptqMethod(), block, fmt)
         for one, another in zip(predicted, measured, strict=True):
             assert least < another.kl / one.divergence(other) < most, (one.modules, other)
 

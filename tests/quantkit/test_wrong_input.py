@@ -2,17 +2,18 @@
 
 import json
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from full_disk import largest_file
 
 Cli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., None]
@@ -143,69 +144,66 @@ def test_unknown_quantization_method(assert_refused: Refused, model: Path, tmp_p
 
 def test_text_shorter_than_a_window(assert_refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    args = ("eval", "demo", "--text", tmp_path / "short.txt")
+    args = ("eval", "demo-draft", "--text", tmp_path / "short.txt")
     assert_refused(tmp_path, *args, words=("short.txt", "less than one window"))
-    assert_refused(tmp_path, "eval", "demo", "--text", tmp_path / "none.txt", words=("none.txt",))
-    assert_refused(tmp_path, "eval", "demo", "--window", 99999, words=("99999", "does not fit"))
+    assert_refused(tmp_path, "eval", "demo-draft", "--text", tmp_path / "none.txt", words=("none.txt",))
+    assert_refused(tmp_path, "eval", "demo-draft", "--window", 99999, words=("99999", "does not fit"))
 
 
 def test_calibration_that_cannot_work(assert_refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    args = quantize_args("demo", tmp_path / "out", "gptq-w4g128")
+    args = quantize_args("demo-draft", tmp_path / "out", "gptq-w4g128")
     words = ("empty.txt", "0 tokens", "longer text")
     assert_refused(tmp_path, *args, "--text", tmp_path / "empty.txt", words=words)
     assert_refused(tmp_path, *args, "--seq-len", 4096, words=("4096", "2 to 2048"))
     assert_refused(tmp_path, *args, "--samples", 0, words=("0 samples",))
-    args = quantize_args("demo", tmp_path / "out", "gptq-w4g128", "--set", "format={name: nf4}", "--samples", 1)
+    args = quantize_args("demo-draft", tmp_path / "out", "gptq-w4g128", "--set", "format={name: nf4}", "--samples", 1)
     assert_refused(tmp_path, *args, words=("integer grid", "'nf4'"))
 
 
 def test_devices_that_are_not_here(assert_refused: Refused, tmp_path: Path) -> None:
-    assert_refused(tmp_path, "eval", "demo", "--device", "tpu", words=("'tpu'", "cpu or cuda"))
+    assert_refused(tmp_path, "eval", "demo-draft", "--device", "tpu", words=("'tpu'", "cpu or cuda"))
     if not torch.cuda.is_available():
-        assert_refused(tmp_path, "generate", "demo", "x", "--device", "cuda", words=("sees no GPU",))
+        assert_refused(tmp_path, "generate", "demo-draft", "x", "--device", "cuda", words=("sees no GPU",))
 
 
 def test_generate_limits(assert_refused: Refused, tmp_path: Path) -> None:
-    assert_refused(tmp_path, "generate", "demo", "", words=("prompt is empty",))
-    assert_refused(tmp_path, "generate", "demo", "x " * 3000, words=("tokens", "contexts end at 2048", "shorten it"))
-    assert_refused(tmp_path, "generate", "demo", "x", "--max-context", 4096, words=("made for 2048 positions",))
-    assert_refused(tmp_path, "generate", "demo", "x", "--top-p", 1.5, words=("top_p", "1.5"))
-    assert_refused(tmp_path, "generate", "demo", "x", "-n", 2, words=("need --json",))
-    assert_refused(tmp_path, "generate", "demo", "x", "--kv-tokens", 10**12, words=("does not fit", "--kv-tokens"))
+    generate = ("generate", "demo-draft")
+    assert_refused(tmp_path, *generate, "", words=("prompt is empty",))
+    assert_refused(
+        tmp_path, "generate", "demo-draft", "x " * 3000, words=("tokens", "contexts end at 2048", "shorten it")
+    )
+    assert_refused(tmp_path, *generate, "x", "--max-context", 4096, words=("made for 2048 positions",))
+    assert_refused(tmp_path, *generate, "x", "--top-p", 1.5, words=("top_p", "1.5"))
+    assert_refused(tmp_path, *generate, "x", "-n", 2, words=("need --json",))
+    assert_refused(
+        tmp_path, "generate", "demo-draft", "x", "--kv-tokens", 10**12, words=("does not fit", "--kv-tokens")
+    )
 
 
 def test_bench_engine_limits(assert_refused: Refused, tmp_path: Path) -> None:
     bench = ("bench", "engine")
-    assert_refused(tmp_path, *bench, "demo", "--shape", "tiny", words=("not both",))
+    assert_refused(tmp_path, *bench, "demo-draft", "--shape", "tiny", words=("not both",))
     assert_refused(tmp_path, *bench, "--shape", "tiny", "--format", "w5", words=("unknown format 'w5'", "did you mean"))
-    assert_refused(tmp_path, *bench, "demo", "--format", "w4", words=("has its format",))
+    assert_refused(tmp_path, *bench, "demo-draft", "--format", "w4", words=("has its format",))
     assert_refused(tmp_path, *bench, "--shape", "tinny", words=("unknown shape 'tinny'", "did you mean 'tiny'"))
     assert_refused(tmp_path, *bench, "--shape", "tiny", "--batch", "0", words=("1 or more",))
     assert_refused(tmp_path, *bench, "nowhere", words=("no model at 'nowhere'",))
-    assert_refused(tmp_path, *bench, "demo", "--zero-weights", words=("weights of its own",))
+    assert_refused(tmp_path, *bench, "demo-draft", "--zero-weights", words=("weights of its own",))
 
 
-def limit_file_size() -> None:
-    """Stands in for a full disk in a child process: no file may grow beyond 200 kB."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-
-def quantize_in_child(model: Path, output: Path, **options: object) -> subprocess.CompletedProcess[str]:
-    args = [sys.executable, "-m", "quantkit", "quantize", str(model), "-r", "rtn-w4g128", "-o", str(output)]
-    return subprocess.run(args, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
-
-
-def test_files_that_may_not_grow(model: Path, tmp_path: Path) -> None:
-    run = quantize_in_child(model, tmp_path / "out", preexec_fn=limit_file_size)
-    assert run.returncode == 2, run.stderr
-    assert "no space left" in run.stderr
-    assert run.stderr.count("\n") == 1
+def test_files_that_may_not_grow(run_cli: Cli, model: Path, tmp_path: Path) -> None:
+    with largest_file(200_000):
+        code, _, err = run_cli(*quantize_args(model, tmp_path / "out"))
+    assert code == 2, err
+    assert "no space left" in err
+    assert err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == [model]
 
 
-def test_disk_that_fills_up(model: Path, tmp_path: Path) -> None:
+def test_disk_that_fills_up(
+    run_cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """A real small file system; its free space is taken after the check that runs before writing."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -214,19 +212,14 @@ def test_disk_that_fills_up(model: Path, tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        run = quantize_in_child(model, disk / "out")
-        assert run.returncode == 2
-        assert "MB are free" in run.stderr
-        code = (
-            "import shutil, sys; from types import SimpleNamespace\n"
-            "shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 40)\n"
-            "from quantkit.cli import main; main(sys.argv[1:])"
-        )
-        args = ["quantize", str(model), "-r", "rtn-w4g128", "-o", str(disk / "out")]
-        run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
-        assert run.returncode == 2, run.stderr
-        assert "no space left" in run.stderr
-        assert "run the same command again" in run.stderr
+        code, _, err = run_cli(*quantize_args(model, disk / "out"))
+        assert code == 2
+        assert "MB are free" in err
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+        code, _, err = run_cli(*quantize_args(model, disk / "out"))
+        assert code == 2, err
+        assert "no space left" in err
+        assert "run the same command again" in err
         assert [entry.name for entry in disk.iterdir()] == [".out.journal"]  # the finished blocks, nothing else
     finally:
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)  # what failed may still hold a file

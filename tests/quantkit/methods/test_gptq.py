@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pairwise import cover
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats import CtPacked, Gptq, IntegerFormat, IntegerWeight, Nf4
 from quantkit.methods.gptq import GptqMethod, inverse_factor, quantize_layer
@@ -28,7 +29,12 @@ FORMATS = [
 ]
 ORDERS = ["none", "static", "desc_act"]
 
-every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.name} {fmt.describe()}")
+
+def in_words(value: IntegerFormat | str) -> str:
+    return value if isinstance(value, str) else f"{value.name} {value.describe()}"
+
+
+every_format = pytest.mark.parametrize("fmt", FORMATS, ids=in_words)
 every_order = pytest.mark.parametrize("order", ORDERS)
 
 
@@ -72,9 +78,7 @@ def textbook(weight: Tensor, hessian: Tensor, grid: IntegerWeight, sort: bool, d
     return final
 
 
-@every_format
-@every_order
-@pytest.mark.parametrize("grid", ["minmax", "search"])
+@pytest.mark.parametrize(("fmt", "order", "grid"), cover(FORMATS, ORDERS, ["minmax", "search"]), ids=in_words)
 def test_equals_the_textbook(layer: Layers, fmt: IntegerFormat, order: str, grid: str) -> None:
     """Float32 may break a tie the other way, and the columns behind it follow; the loss stays what it is."""
     weight, inputs = layer(ORDERS.index(order))

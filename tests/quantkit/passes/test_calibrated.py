@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pairwise import cover
 from quantkit.arch import GEMMA2, LLAMA, PHI3, QWEN2, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
@@ -189,19 +190,16 @@ def test_a_dense_block_runs_once_for_all_its_stages(case: Case) -> None:
 
 
 @every_method
-def test_batches_do_not_matter(case: Case, method: Method, fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = list(case.begin(method, fmt).blocks(ignore))
-    monkeypatch.setattr(calibrated, "BATCH_TOKENS", 3 * LENGTH)
-    work = case.begin(method, fmt)
-    assert [len(batch) for batch in work.hidden] == [3, 3, 3, 3, 1]
-    assert_alike(list(work.blocks(ignore)), expected)
-
-
-@every_method
-def test_what_does_not_fit_is_computed_twice(
+def test_neither_batches_nor_memory_matter(
     case: Case, method: Method, fmt: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Smaller batches; and what does not fit is computed twice."""
     expected = list(case.begin(method, fmt).blocks(ignore))
+    with monkeypatch.context() as small:
+        small.setattr(calibrated, "BATCH_TOKENS", 3 * LENGTH)
+        work = case.begin(method, fmt)
+        assert [len(batch) for batch in work.hidden] == [3, 3, 3, 3, 1]
+        assert_alike(list(work.blocks(ignore)), expected)
     monkeypatch.setattr(calibrated, "KEPT_INNER_BYTES", 0)
     assert_alike(list(case.begin(method, fmt).blocks(ignore)), expected)
 
@@ -255,12 +253,16 @@ def test_families_without_folds_are_refused(case: Case, name: str) -> None:
     replace(case, family=without_folds).begin(*METHODS["gptq"])
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "gptq with scales", "smoothquant"])
-@pytest.mark.parametrize("value", [1e30, float("3e38")])
 @pytest.mark.parametrize(
-    ("norm", "layer"), [("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm", "mlp.gate_proj")]
+    ("name", "value", "group"),
+    cover(
+        ["gptq", "awq", "gptq with scales", "smoothquant"],
+        [1e30, float("3e38")],
+        [("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm", "mlp.gate_proj")],
+    ),
 )
-def test_overflow_names_the_layer(case: Case, name: str, value: float, norm: str, layer: str) -> None:
+def test_overflow_names_the_layer(case: Case, name: str, value: float, group: tuple[str, str]) -> None:
+    norm, layer = group
     with torch.no_grad():
         case.model.get_parameter(f"model.layers.1.{norm}.weight").fill_(value)
     case.model.save_pretrained(case.source.folder)

@@ -1,0 +1,89 @@
+"""The long tests in four parts of equal time: `PART=2 make test-long` runs one, `.ci/run` the one of the day.
+
+Files are dealt, not tests, since the tests of a file share what is expensive to make: the longest first, each to the
+part that has least so far. A file that is not in the table counts as UNKNOWN seconds. The table is in seconds of one
+process; Ray's tests have the machine to themselves, all others run two at a time, so one of Ray's seconds weighs two.
+
+Every run with `--part` ends with the seconds of its files, in the form of the table, to be copied here.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+PARTS = 4
+UNKNOWN = 60
+SECONDS = {
+    "tests/eval/test_compare.py": 130,
+    "tests/eval/test_tasks.py": 60,
+    "tests/eval/test_tasks_input.py": 60,
+    "tests/long/test_damaged_checkpoints.py": 150,
+    "tests/long/test_demo.py": 100,
+    "tests/long/test_deploy.py": 300,
+    "tests/long/test_deploy_ranks.py": 90,
+    "tests/long/test_deploy_refused.py": 30,
+    "tests/long/test_killed_runs.py": 300,
+    "tests/long/test_memory.py": 100,
+    "tests/long/test_scheduler_machine_long.py": 300,
+    "tests/long/test_server_fuzz.py": 200,
+    "tests/long/test_server_load.py": 150,
+    "tests/long/test_tasks_items.py": 150,
+    "tests/quantkit/test_auto_bits_quality.py": 100,
+    "tests/quantkit/test_calibrated_quality.py": 300,
+    "tests/quantkit/test_pipeline.py": 10,
+    "tests/quantkit/test_sensitivity.py": 25,
+    "tests/runtime/parallel/test_engine_parallel.py": 300,
+    "tests/runtime/parallel/test_parallel_processes.py": 200,
+    "tests/runtime/test_engine_equality.py": 300,
+    "tests/runtime/test_self_draft.py": 100,
+    "tests/runtime/test_speculative_sampling.py": 200,
+}
+RAY = frozenset(file for file in SECONDS if file.startswith("tests/long/test_deploy"))
+
+
+def deal(files: Iterable[str] = ()) -> list[list[str]]:
+    """The files of every part: those of the table, and further ones."""
+    parts: list[list[str]] = [[] for _ in range(PARTS)]
+    for file in sorted({*SECONDS, *files}, key=lambda file: (-weight(file), file)):
+        min(parts, key=lambda part: sum(map(weight, part))).append(file)
+    return parts
+
+
+def weight(file: str) -> int:
+    """Processor seconds that nothing else can use."""
+    return SECONDS.get(file, UNKNOWN) * (2 if file in RAY else 1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=("all", *map(str, range(1, PARTS + 1))), help="which of the long tests to run")
+
+
+def _file(item_id: str) -> str:
+    return item_id.partition("::")[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out, so that all runs with one part deal the same files
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("part") not in (None, "all"):
+        items[:] = in_part(items, int(config.getoption("part")))
+
+
+def in_part(items: list[Any], part: int) -> list[Any]:
+    """The long tests among `items` that belong to a part."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    files = deal(_file(item.nodeid) for item in long)[part - 1]
+    return [item for item in long if _file(item.nodeid) in files]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("part") is None:
+        return
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[_file(report.nodeid)] += report.duration
+    terminalreporter.section("seconds by file")
+    for file, spent in sorted(seconds.items()):
+        terminalreporter.write_line(f'    "{file}": {spent:.0f},')

@@ -1,0 +1,51 @@
+"""Every long test runs in exactly one part, and no part takes much longer than another."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from long_parts import PARTS, RAY, SECONDS, deal, in_part, weight
+
+TESTS = Path(__file__).parents[1]
+
+
+def files_with(mark: str) -> set[str]:
+    """Test files that use a mark."""
+    files = (file for file in TESTS.rglob("test_*.py") if f"pytest.mark.{mark}" in file.read_text(encoding="utf-8"))
+    return {str(file.relative_to(TESTS.parent)) for file in files} - {str(Path(__file__).relative_to(TESTS.parent))}
+
+
+def item(name: str, *marks: str) -> Any:
+    return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: mark if mark in marks else None)
+
+
+def test_the_table_has_every_file_with_long_tests_and_no_other() -> None:
+    assert set(SECONDS) == files_with("long")
+    assert files_with("ray") == RAY
+
+
+@pytest.mark.parametrize("more", [(), ("tests/new/test_a.py", "tests/new/test_b.py")])
+def test_every_file_is_in_one_part(more: tuple[str, ...]) -> None:
+    parts = deal(more)
+    assert len(parts) == PARTS
+    assert sorted(file for part in parts for file in part) == sorted({*SECONDS, *more})
+    assert deal(reversed(more)) == parts
+
+
+def test_parts_are_balanced() -> None:
+    weights = [sum(map(weight, part)) for part in deal()]
+    assert max(weights) < 1.15 * sum(weights) / PARTS
+    assert all(set(part) - RAY for part in deal())  # what runs two at a time: an empty run would be an error
+
+
+def test_every_long_test_runs_in_one_part() -> None:
+    """Tests of one file stay together, those that are not long stay out, whatever files a run collects."""
+    files = [*SECONDS, "tests/new/test_a.py"]
+    long = [item(f"{file}::test_{name}", "long") for file in files for name in "ab"]
+    short = [item(f"{file}::test_short") for file in files]
+    parts = [in_part(short + long, part + 1) for part in range(PARTS)]
+    assert sorted(one.nodeid for part in parts for one in part) == sorted(one.nodeid for one in long)
+    for part in parts:
+        assert all(sum(one.nodeid.startswith(file) for one in part) in (0, 2) for file in files)
