@@ -61,7 +61,9 @@ class BlockQuantizer:
         fmt = self.formats[names[0]]
         linears = [half.block.get_submodule(name) for name in names]
         try:
-            rounded, divisor, notes = self._tuned_group(names), None, {}
+            divisor: Tensor | None = None
+            notes: dict[str, Any] = {}
+            rounded = self._tuned_group(names)
             if not rounded:
                 divisor, notes = self._scale(half.block, names, linears, fmt, inputs)
                 rounded = _round(self._method, [weight_of(linear).float() for linear in linears], fmt, inputs)

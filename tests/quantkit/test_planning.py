@@ -1,7 +1,7 @@
 """make_plan: exact sizes against what quantize writes, estimates that move the right way, warnings that are true."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,15 @@ from quantkit.recipe import list_recipes, load_recipe
 
 DATA_FREE = [recipe.name for recipe in list_recipes() if not recipe.needs_data]
 STATE_TEXT = 8  # bytes a layer: bitsandbytes keeps a JSON text whose length depends on the digits of a float
+
+
+@dataclass(frozen=True)
+class TuningMethod(GptqMethod):
+    """Would learn through blocks."""
+
+    @property
+    def tunes_blocks(self) -> bool:
+        return True
 
 
 def plan_for(
@@ -128,6 +137,8 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     largest_hessian = 4 * 28672**2
     assert block_bytes + 3 * largest_hessian < one.ram < 40e9
     assert peak_memory(replace(work, method=RtnMethod(), samples=0)).ram < 6e9
+    assert one.scratch == work.hidden_bytes
+    assert peak_memory(replace(work, method=TuningMethod())).scratch == 2 * one.scratch  # with a block's targets
 
 
 def test_attention_computed_in_full_costs_its_scores(tmp_path: Path) -> None:
