@@ -1,10 +1,15 @@
 """Shared fixtures: tiny random models saved as real checkpoints. Nothing here needs a network or a GPU."""
 
+from __future__ import annotations
+
 import fcntl
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +18,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it once, when transformers imports it
 
 from tiny_models import SETTINGS, save_model  # imports transformers
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.report import QuantizeReport
 
 pytest_plugins = ["long_parts"]  # tests/support: which part of the long tests to run
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
@@ -67,6 +75,7 @@ def _quantized_once(
     """
     from quantkit import quantize
     from quantkit.calibration import Calibration
+    from quantkit.pipeline.report import LayerReport, QuantizeReport
     from quantkit.recipe import load_recipe
 
     top = tmp_path_factory.getbasetemp()

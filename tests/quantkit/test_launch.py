@@ -20,9 +20,9 @@ BNB = "it does not cut bitsandbytes checkpoints"
 
 
 @pytest.fixture
-def quantized(quantized_tiny: Callable[..., tuple[Path, Any]]) -> Callable[[str], Path]:
+def quantized(quantized_tiny: Callable[..., Path]) -> Callable[[str], Path]:
     """The tiny model in a recipe's format, made once."""
-    return lambda recipe: quantized_tiny(recipe)[0]
+    return quantized_tiny
 
 
 def by_engine(model: Path | str, **options: Any) -> dict[str, Launch]:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ from quantkit.sources import model_folder
 
 DATA_FREE = [recipe.name for recipe in list_recipes() if not recipe.needs_data]
 STATE_TEXT = 8  # bytes a layer: bitsandbytes keeps a JSON text whose length depends on the digits of a float
+
+
+@dataclass(frozen=True)
+class TuningMethod(GptqMethod):
+    """Would learn through blocks."""
+
+    @property
+    def tunes_blocks(self) -> bool:
+        return True
 
 
 def with_tokenizer(model: Path) -> Path:
@@ -145,6 +154,8 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     largest_hessian = 4 * 28672**2
     assert block_bytes + 3 * largest_hessian < one.ram < 40e9
     assert peak_memory(replace(work, method=RtnMethod(), samples=0)).ram < 6e9
+    assert one.scratch == work.hidden_bytes
+    assert peak_memory(replace(work, method=TuningMethod())).scratch == 2 * one.scratch  # with a block's targets
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:

@@ -61,6 +61,7 @@ def test_its_options_are_checked_like_those_of_built_in_methods(load: Callable[.
         ("method.steps=1.5", "'method.steps' is 1.5, but must be a whole number"),
         ("method.factor=2", "'method.factor' is 2.*, but must be above 0 and at most 1"),
         ("method.step=2", "unknown key 'method.step' for method 'toy-shrink'; did you mean 'steps'"),
+        ("method=toy-needy", "key 'method.strength' is missing"),
         ("method.name=toy-shrnk", "'method' is 'toy-shrnk', which is not known; did you mean 'toy-shrink'"),
     ]:
         with pytest.raises(InputError, match=words):

@@ -74,5 +74,13 @@ class Misnamed(ShrinkMethod):
     name: ClassVar[str] = "another"
 
 
+@dataclass(frozen=True, kw_only=True)
+class NeedyMethod(ShrinkMethod):
+    """Has an option without a default."""
+
+    name: ClassVar[str] = "toy-needy"
+    strength: int
+
+
 def helper() -> None:
     """Not a method."""
