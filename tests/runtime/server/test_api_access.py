@@ -107,12 +107,12 @@ def test_the_queue_counts_answers() -> None:
         queue.enter(1)
     first.leave()
     first.leave()
-    places = [queue.enter(1) for _ in range(3)]
+    tickets = [queue.enter(1) for _ in range(3)]
     with pytest.raises(ApiError) as caught:
         queue.enter(1)
     assert caught.value.status == 429
-    for place in places:
-        place.leave()
+    for ticket in tickets:
+        ticket.leave()
     assert queue.taken == 0
 
 
