@@ -56,11 +56,13 @@ def engine_of(model: str = "demo-draft", **options: Any) -> LLM:
     return LLM(model, device="cpu", dtype="float32", max_context=256, max_sequences=6, step_tokens=96, **options)
 
 
-def serve(llm: LLM) -> tuple[list[Request], Engine]:
-    """Random arrivals, everybody at once, until the last has ended. Two texts repeat themselves, one does not."""
+TEXTS = {"demo-draft": (0, 1, 3), "demo": (0, 3)}  # which prompts; the last one of each does not repeat itself
+
+
+def serve(llm: LLM, model: str) -> tuple[list[Request], Engine]:
+    """Random arrivals, everybody at once, until the last has ended."""
     engine, dice = llm.engine, random.Random(1)
-    texts = [prompts()[number] for number in (0, 1, 3)]
-    waiting = [(llm.encode(prompt), params) for prompt in texts for params in PARAMS]
+    waiting = [(llm.encode(prompts()[number]), params) for number in TEXTS[model] for params in PARAMS]
     dice.shuffle(waiting)
     requests: list[Request] = []
     while waiting or engine.unfinished:
@@ -82,7 +84,7 @@ def told(requests: list[Request]) -> list[tuple[list[int], str | None]]:
 @pytest.fixture(scope="module")
 def plain() -> Callable[[str], list[tuple[list[int], str | None]]]:
     """`plain(model)`: the answers of plain decoding."""
-    return cache(lambda model: told(serve(engine_of(model))[0]))
+    return cache(lambda model: told(serve(engine_of(model), model)[0]))
 
 
 FEW_PAGES: dict[str, Any] = {"kv_tokens": 288}
@@ -113,7 +115,7 @@ def test_answers_are_those_of_plain_decoding(
 ) -> None:
     """Greedy and sampled, under random arrivals, chunked prompts, shared prefixes and preemption."""
     llm = engine_of(model, speculative=how.format(noisy=noisy_draft), overlap=True, **pressure)
-    requests, engine = serve(llm)
+    requests, engine = serve(llm, model)
     assert told(requests) == plain(model)
     speculation = engine.speculation
     if "adaptive=off" in how:

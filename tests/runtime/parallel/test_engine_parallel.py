@@ -31,12 +31,18 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "awq": ("awq-w4g128",),
     "nf4": ("nf4",),
     "llm-int8": ("llm-int8",),
+    "small llm-int8": ("llm-int8",),  # of the smaller bundled model
 }
 LAYOUTS = {"2 x 1": (2, 1), "1 x 2": (1, 2), "2 x 2": (2, 2)}  # tensor ranks, stages
 # Steps launched before the tokens of the one before are seen, which the other ranks never see; more micro-batches than
 # stages.
 OVERLAP, MICRO_BATCHES = {"overlap": True}, {"micro_batches": 3}
-QUICK = (("bf16", "2 x 1", OVERLAP), ("bf16", "1 x 2", MICRO_BATCHES), ("bf16", "2 x 2", {}), ("llm-int8", "2 x 2", {}))
+QUICK: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("bf16", "2 x 1", OVERLAP),
+    ("bf16", "1 x 2", MICRO_BATCHES),
+    ("bf16", "2 x 2", {}),
+    ("small llm-int8", "2 x 2", {}),
+)
 SMALL: dict[str, Any] = {  # pages are short, so sequences give way: some to host memory, others are computed anew
     "device": "cpu",
     "max_context": 96,
@@ -52,7 +58,8 @@ LONG = (pytest.mark.long,)
 
 def _cases() -> list[ParameterSet]:
     """One format in every direction, and another in both at once; the others are long."""
-    every = [*QUICK, *((name, layout, {}) for name in RECIPES for layout in LAYOUTS if (name, layout, {}) not in QUICK)]
+    every = list(QUICK)
+    every += [(name, layout, {}) for name in RECIPES for layout in LAYOUTS if (name, layout, {}) not in QUICK]
     return [
         pytest.param(*case, marks=(pytest.mark.xdist_group(f"ranks {case[0]}"), *(() if case in QUICK else LONG)))
         for case in every
@@ -135,13 +142,14 @@ class Alone:
 
 
 @pytest.fixture(scope="session")
-def alone(quantized_demo: Callable[..., Path]) -> Callable[[str], Alone]:
+def alone(quantized_demo: Callable[..., Path], quantized_draft: Callable[..., Path]) -> Callable[[str], Alone]:
     """`alone(name)`: the bundled model in a format, and what one process answers; made when it is first asked for."""
     made: dict[str, Alone] = {}
 
     def make(name: str) -> Alone:
         if name not in made:
-            folder = quantized_demo(*RECIPES[name]) if RECIPES[name] else "demo"
+            quantized = quantized_draft if name.startswith("small") else quantized_demo
+            folder = quantized(*RECIPES[name]) if RECIPES[name] else "demo"
             engine = start_engine(folder, EngineOptions(**SMALL))
             scores = score_tokens(engine, torch.arange(5, 60))
             weights = resident_bytes(engine.runner.decoder.weights)
@@ -198,8 +206,9 @@ def test_tokens_are_those_of_one_process(
     assert found.preemptions > 0
     assert one.found.preemptions > 0
     # A last bit in the sum of two ranks can turn a rounding to 8 bits around: seen 0.05, on ARM.
-    near = 0.1 if name == "llm-int8" and tensor > 1 else 1e-3
-    assert_same(found, one.in_stages if name == "llm-int8" and pipeline > 1 else one.found, near)
+    int8 = name.endswith("llm-int8")
+    near = 0.1 if int8 and tensor > 1 else 1e-3
+    assert_same(found, one.in_stages if int8 and pipeline > 1 else one.found, near)
     scores = score_tokens(engine, torch.arange(5, 60))
     if near > 1e-3:
         assert float((scores - one.scores).norm() / one.scores.norm()) < 1e-2

@@ -54,9 +54,9 @@ class Table:
         self.barrier = threading.Barrier(self.size, timeout=60)
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        self.device_rows[rank] = x.clone()
+        self.places[rank] = x.clone()
         self.barrier.wait()
-        found = [self.device_rows[other] for other in range(self.size)]
+        found = [self.places[other] for other in range(self.size)]
         self.barrier.wait()
         return found
 
