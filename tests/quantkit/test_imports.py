@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "passes", "reference"}
-ALLOWED["pipeline"] |= {"storage", "wording"}
+ALLOWED["pipeline"] |= {"stages", "storage", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
