@@ -125,7 +125,7 @@ def test_more_bits_lose_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     from quantkit.passes.sensitivity import SensitivityPass
 
     work = job_for("method=rtn")
-    measured = SensitivityPass(work.source, work.family, work.chosen, work.options, "cpu", tmp_path).run(work.tokens, 3)
+    measured = SensitivityPass(work.source, work.family, work.chosen, work.method, "cpu", tmp_path).run(work.tokens, 3)
     monkeypatch.setattr(SensitivityPass, "run", lambda *_: measured)
     records = [choose_formats(job_for(f"target_bits={bits}"), tmp_path).record for bits in (2.2, 2.9, 3.5, 5, 8)]
     losses = [record["kl"] for record in records]

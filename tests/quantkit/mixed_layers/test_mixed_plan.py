@@ -41,7 +41,8 @@ def test_plan_and_inspect_know_the_sizes(recipe: str, source: Path, quantized: Q
 def test_a_dry_run_takes_the_same_road(
     source: Path, family: Family, run_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, out, err = run_cli("quantize", source, "-r", "gptq-w4g32", "-o", source.parent / "none", "--dry-run")
+    few = ("--samples", FEW.samples, "--seq-len", FEW.seq_len)
+    code, out, err = run_cli("quantize", source, "-r", "gptq-w4g32", "-o", source.parent / "none", "--dry-run", *few)
     assert code == 0, err
     assert f"{len(family.linears(Checkpoint(source).config))} layers" in out
 
