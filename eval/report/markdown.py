@@ -64,11 +64,6 @@ def _failures(comparison: Comparison) -> list[str]:
     return [f"{plain(name)} failed: {plain(error)}" for name, error in failed]
 
 
-def _commands(comparison: Comparison) -> list[str]:
-    given = [(found.name, "\n".join(found.commands)) for found in comparison.formats if found.commands]
-    return [f"{plain(name)}:\n\n{fenced(commands)}" for name, commands in given]
-
-
 def _list(lines: Sequence[str]) -> str:
     return "\n".join(f"- {plain(line)}" for line in lines)
 

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
 from torch import Tensor
 
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.weight import LinearWeight
 
 
-class Weight(Protocol):
-    """What the checks look at."""
-
-    @property
-    def outputs(self) -> int: ...
-
-    @property
-    def inputs(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-def check_arguments(kernel: str, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None) -> None:
+def check_arguments(kernel: str, x: Tensor, weight: LinearWeight, bias: Tensor | None, out: Tensor | None) -> None:
     """x [tokens, inputs] in 16 bit, bias [outputs], out [tokens, outputs] in x's dtype, all on the weight's device."""
     check_shape(kernel, "x", x, (None, weight.inputs))
     check_dtype(kernel, "x", x, HALVES)

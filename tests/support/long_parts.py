@@ -19,6 +19,9 @@ SECONDS = {  # the first guesses: to be replaced by what a run of `make test-lon
     "tests/eval/test_compare.py": 130,
     "tests/eval/test_tasks.py": 60,
     "tests/eval/test_tasks_input.py": 60,
+    "tests/kernels/test_attention_decode.py": 60,
+    "tests/kernels/test_attention_prefill.py": 60,
+    "tests/kernels/test_linear_eight_bit.py": 60,
     "tests/long/test_damaged_checkpoints.py": 150,
     "tests/long/test_demo.py": 100,
     "tests/long/test_deploy.py": 300,
@@ -35,9 +38,12 @@ SECONDS = {  # the first guesses: to be replaced by what a run of `make test-lon
     "tests/quantkit/test_pipeline.py": 10,
     "tests/quantkit/test_sensitivity.py": 25,
     "tests/runtime/parallel/test_engine_parallel.py": 300,
+    "tests/runtime/parallel/test_engine_parallel_failures.py": 60,
     "tests/runtime/parallel/test_parallel_processes.py": 200,
+    "tests/runtime/server/test_json_schemas.py": 60,
     "tests/runtime/test_engine_equality.py": 300,
     "tests/runtime/test_self_draft.py": 100,
+    "tests/runtime/test_speculative.py": 60,
     "tests/runtime/test_speculative_sampling.py": 200,
 }
 RAY = frozenset(file for file in SECONDS if file.startswith("tests/long/test_deploy"))

@@ -184,7 +184,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("how", "stages"), [("killed", 2), ("ends", 1)])
+@pytest.mark.parametrize(
+    ("how", "stages"), [("killed", 2), ("ends", 1), pytest.param("ends", 2, marks=pytest.mark.long)]
+)
 def test_ranks_go_when_rank_0_goes(how: str, stages: int, tiny_model: Path) -> None:
     """Killed in the middle of a step, or at the end of its program, which closed nothing."""
     process = subprocess.Popen(
