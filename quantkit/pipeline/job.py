@@ -23,7 +23,7 @@ from quantkit.errors import InputError
 from quantkit.formats import Format, Shape
 from quantkit.methods import Method, needs_data, package_of
 from quantkit.passes.calibrated import check_folds
-from quantkit.pipeline.allocation import check_target
+from quantkit.pipeline.target_bits import check_target
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.reference import load_tokenizer, resolve_device
 from quantkit.sources import model_folder
