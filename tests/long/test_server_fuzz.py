@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.long
 
 CASES = int(os.environ.get("QUANTKIT_TEST_FUZZ_CASES", "2000"))
-SECONDS = 30  # for one answer
+SECONDS = 90  # for one answer, of which a busy machine may need most: a case may ask for 44 at once
 
 
 def get(port: int, path: str) -> bytes:
@@ -27,7 +27,7 @@ def get(port: int, path: str) -> bytes:
 
 
 def test_openapi_document(start_server: Callable[..., tuple[subprocess.Popen[str], int]]) -> None:
-    process, port = start_server("--max-context", "64", "--log-level", "error", "--request-timeout-seconds", "20")
+    process, port = start_server("--max-context", "64", "--log-level", "error", "--request-timeout-seconds", "60")
     schema = schemathesis.openapi.from_dict(json.loads(get(port, "/openapi.json")))
     operations = [found.ok() for found in schema.get_all_operations()]
     assert {operation.path for operation in operations} >= {"/v1/chat/completions", "/v1/completions", "/tokenize"}
