@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,12 @@ from tiny_models import SETTINGS, save_model  # imports transformers
 
 if TYPE_CHECKING:
     from quantkit.pipeline.report import QuantizeReport
+
+with suppress(ImportError):  # which a GPU machine may lack
+    from hypothesis import settings
+
+    settings.register_profile("quantkit", deadline=None)  # a test never asserts a time: machines are busy
+    settings.load_profile("quantkit")
 
 pytest_plugins = ["long_parts"]  # tests/support: which part of the long tests to run
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
