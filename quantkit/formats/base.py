@@ -54,9 +54,7 @@ class InputRounding(NamedTuple):
     """What a kernel does to a layer's inputs before it multiplies them."""
 
     arithmetic: str  # of the products: `int8` or `fp8`
-    calibrated: bool = (
-        False  # by one scale, found in calibration, that `pack` stores with the weight; else by their own
-    )
+    calibrated: bool = False  # by one scale that calibration found and `pack` stores; else by scales of their own
     outlier_threshold: float | None = None  # columns with a value of this magnitude or more stay in 16 bits
 
 
