@@ -18,9 +18,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it once, when transformers imports it
 
+import quick_interpreter
 from tiny_models import SETTINGS, save_model  # imports transformers
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from quantkit.pipeline.report import QuantizeReport
 
 with suppress(ImportError):  # which a GPU machine may lack
@@ -30,6 +33,7 @@ with suppress(ImportError):  # which a GPU machine may lack
     settings.load_profile("quantkit")
 
 pytest_plugins = ["long_parts"]  # tests/support: which part of the long tests to run
+quick_interpreter.speed_up()
 torch.set_num_threads(1)  # tests run in parallel processes; more threads than cores wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so do those of the processes that tests start
@@ -48,6 +52,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenized_once() -> Iterator[None]:
+    """Long texts are tokenized once in a process: every run that calibrates would take half a second for it."""
+    from quantkit import calibration
+
+    tokenize = calibration._text_ids
+    known: dict[tuple[str, str], torch.Tensor] = {}
+
+    def tokenize_once(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+        if len(text) < 100_000:
+            return tokenize(tokenizer, text)
+        key = tokenizer.backend_tokenizer.to_str(), text
+        if key not in known:
+            known[key] = tokenize(tokenizer, text)
+        return known[key].clone()
+
+    calibration._text_ids = tokenize_once
+    yield
+    calibration._text_ids = tokenize
 
 
 @pytest.fixture(scope="session")

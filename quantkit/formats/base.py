@@ -32,6 +32,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 _BLOCK = re.compile(r".*?\.\d+\.")  # such as `model.layers.7.`
+_hints = cache(get_type_hints)
 _SPOKEN = {int: "a whole number", bool: "true or false", str: "text", float: "a number"}
 
 
@@ -93,7 +94,7 @@ class Format(ABC):
 
     def __post_init__(self) -> None:
         """Refuses options of the wrong type, which configs and recipes may bring; subclasses then check the values."""
-        for option, hint in get_type_hints(type(self)).items():
+        for option, hint in _hints(type(self)).items():
             value = getattr(self, option, None)
             if hint in (int, bool, str, float) and type(value) not in ((int, float) if hint is float else (hint,)):
                 raise InputError(f"{self.name}: {option} is {value!r}, but must be {_SPOKEN[hint]}")

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -180,6 +181,7 @@ class _Stopwatch:
         return self._measured[name]
 
 
+@cache
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second in large products of matrices."""
     size = 1024 if device.type == "cpu" else 4096
@@ -187,6 +189,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
 
 
+@cache
 def _weight_times(fmt: Format, shape: Shape, device: torch.device) -> tuple[float, float]:
     """Seconds for one weight: to round and decode it, and to pack it and read it back; on rows of a real width."""
     rows = 128  # packs evenly in every format

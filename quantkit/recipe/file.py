@@ -12,6 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -223,20 +224,26 @@ def _check_options(
     choice: _Choice, kind: type[Any], owner: str, path: KeyPath, build_it: Callable[[], object], source: Source
 ) -> None:
     """Types first, by the annotations of the dataclass that the options are for; then the values, by building it."""
-    hints = get_type_hints(kind)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if _is_required(field) else None) for field in dataclasses.fields(kind)
-    }
-    model = create_model(kind.__name__, __config__=_CLOSED, **fields)
-    _validated(model, choice.options, path, (*type(choice).model_fields, *fields), source, owner)
+    model = _options_of(kind)
+    _validated(model, choice.options, path, (*type(choice).model_fields, *model.model_fields), source, owner)
     where = _dotted(path)
     try:
         build_it()
     except InputError as error:
         option, _, rule = _NAME_BEFORE.sub("", str(error)).partition(" ")
-        if option in fields:
+        if option in model.model_fields:
             raise source.error(f"{where}.{option}", f"'{where}.{option}' {rule}") from error
         raise source.error(where, f"'{where}': {error}") from error
+
+
+@cache
+def _options_of(kind: type[Any]) -> type[BaseModel]:
+    """The fields of a dataclass, with their types."""
+    hints = get_type_hints(kind)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if _is_required(field) else None) for field in dataclasses.fields(kind)
+    }
+    return create_model(kind.__name__, __config__=_CLOSED, **fields)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
