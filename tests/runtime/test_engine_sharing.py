@@ -19,6 +19,13 @@ WatchPlans = Callable[..., list[StepPlan]]
 Start = Callable[..., Engine]
 
 overlapped_or_not = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
+# Two switches, each on and off; the other two of the four cases are long.
+EACH_ONCE = [
+    (False, False),
+    (True, True),
+    pytest.param(False, True, marks=pytest.mark.long),
+    pytest.param(True, False, marks=pytest.mark.long),
+]
 
 
 @pytest.fixture
@@ -132,8 +139,7 @@ def test_equal_pages_behind_other_tokens_are_not_shared(start: Start) -> None:
         assert finish(fresh)[alone.id, 0] == answer
 
 
-@pytest.mark.parametrize("share_prefixes", [False, True])
-@overlapped_or_not
+@pytest.mark.parametrize(("overlap", "share_prefixes"), EACH_ONCE)
 def test_pages_are_full_at_saturation(
     share_prefixes: bool, overlap: bool, start: Start, watch_plans: WatchPlans
 ) -> None:
@@ -203,9 +209,8 @@ def pages_of(request: Request) -> list[int]:
     return [page for sequence in request.sequences for page in sequence.pages]
 
 
-@overlapped_or_not
-@pytest.mark.parametrize("swap_gib", [0, 0.001])
-def test_an_abort_frees_pages_at_once(overlap: bool, swap_gib: float, start: Start) -> None:
+@pytest.mark.parametrize(("overlap", "swaps"), EACH_ONCE)
+def test_an_abort_frees_pages_at_once(overlap: bool, swaps: bool, start: Start) -> None:
     """At random moments, whether the request waits, is in its prompt or answers; others do not notice."""
     options = {"kv_tokens": 256, "max_context": 96, "max_sequences": 8, "step_tokens": 32}
     undisturbed = start(**options)
@@ -216,7 +221,7 @@ def test_an_abort_frees_pages_at_once(overlap: bool, swap_gib: float, start: Sta
         undisturbed.add(prompt, one)
     wanted = finish(undisturbed)
 
-    engine = start(**options, overlap=overlap, swap_gib=swap_gib)
+    engine = start(**options, overlap=overlap, swap_gib=0.001 * swaps)
     pool = engine.scheduler.pool
     answers: dict[tuple[int, int], list[int]] = {}
     aborted: set[int] = set()

@@ -389,7 +389,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=250, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+    max_examples=120, stateful_step_count=30, deadline=None, report_multiple_bugs=False
 )
 
 
@@ -423,10 +423,10 @@ def run_traffic(seed: int, *, actions: int) -> SchedulerMachine:
 
 
 def test_traffic_under_pressure() -> None:
-    machines = [run_traffic(seed, actions=120) for seed in range(80)]
-    assert sum(machine.scheduler.preemptions for machine in machines) > 1000
-    assert sum(machine.scheduler.reused_tokens for machine in machines) > 1000
-    assert sum(machine.scheduler.pool.evictions for machine in machines) > 1000
+    machines = [run_traffic(seed, actions=120) for seed in range(40)]
+    assert sum(machine.scheduler.preemptions for machine in machines) > 500
+    assert sum(machine.scheduler.reused_tokens for machine in machines) > 500
+    assert sum(machine.scheduler.pool.evictions for machine in machines) > 500
     right = sum(machine.engine.speculation.accepted for machine in machines)
     wrong = sum(machine.engine.speculation.guessed for machine in machines) - right
-    assert min(right, wrong) > 1000
+    assert min(right, wrong) > 500

@@ -56,7 +56,7 @@ def engine_of(model: str = "demo-draft", **options: Any) -> LLM:
     return LLM(model, device="cpu", dtype="float32", max_context=256, max_sequences=6, step_tokens=96, **options)
 
 
-TEXTS = {"demo-draft": (0, 1, 3), "demo": (0, 3)}  # which prompts; the last one of each does not repeat itself
+TEXTS = {"demo-draft": (0, 3), "demo": (0, 3)}  # which prompts; the last one of each does not repeat itself
 
 
 def serve(llm: LLM, model: str) -> tuple[list[Request], Engine]:
@@ -96,7 +96,7 @@ SWAPPED: dict[str, Any] = {"kv_tokens": 288, "swap_gib": 0.05}
     [
         ("demo-draft", "ngram,k=6,adaptive=off", {}),
         ("demo-draft", "ngram,k=6,adaptive=off", SWAPPED),
-        ("demo-draft", "draft={noisy},k=3,adaptive=off", {}),
+        pytest.param("demo-draft", "draft={noisy},k=3,adaptive=off", {}, marks=pytest.mark.long),
         ("demo-draft", "draft={noisy},k=3,adaptive=off", FEW_PAGES),
         ("demo-draft", "draft={noisy},k=3,adaptive=off", SWAPPED),
         pytest.param("demo", "draft=demo-draft,k=3,adaptive=off", SWAPPED, marks=pytest.mark.long),
@@ -119,8 +119,8 @@ def test_answers_are_those_of_plain_decoding(
     assert told(requests) == plain(model)
     speculation = engine.speculation
     if "adaptive=off" in how:
-        assert 50 < speculation.accepted < speculation.guessed
-        assert speculation.steps > 50
+        assert 20 < speculation.accepted < speculation.guessed
+        assert speculation.steps > 20
     if pressure:
         assert engine.scheduler.preemptions > 0
 

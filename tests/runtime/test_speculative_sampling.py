@@ -28,7 +28,7 @@ CHAIN = torch.tensor([[2.0, 1.0, 0.2, -1.0, 0.0], [0.0, 0.0, 1.5, 1.0, -2.0], [1
                       [0.1, 0.2, 0.3, 0.4, 0.5], [-1.0, 2.0, 0.0, 0.0, 1.0]])  # fmt: skip
 OTHER = CHAIN + torch.tensor([-1.0, 0.0, 0.0, 0.0, 1.5])  # what a draft model thinks
 START, BATCH = 0, 20_000
-MANY = pytest.param(200_000, marks=pytest.mark.long)
+MANY = 200_000
 SETTINGS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7),
@@ -117,14 +117,20 @@ def limit(freedom: int) -> float:
     return float(freedom * (1 - spread + 4.75 * spread**0.5) ** 3)
 
 
-@pytest.mark.parametrize("samples", [BATCH, MANY])
+DRAWN: list[tuple[SamplingParams, tuple[int, ...] | str]] = [
+    (SETTINGS[0], (2, 1)),
+    (SETTINGS[1], (0,)),
+    (SETTINGS[2], "model"),
+    *((params, "drawn") for params in SETTINGS),
+]
+
+
 @pytest.mark.parametrize(
-    ("params", "draft"),
+    ("params", "draft", "samples"),
     [
-        *((params, (0,)) for params in SETTINGS),
-        (SETTINGS[2], "model"),
-        *((params, "drawn") for params in SETTINGS),
-        (SETTINGS[0], (2, 1)),
+        *((*case, BATCH) for case in DRAWN),
+        *(pytest.param(*case, MANY, marks=pytest.mark.long) for case in DRAWN),
+        *(pytest.param(params, (0,), MANY, marks=pytest.mark.long) for params in SETTINGS),
     ],
     ids=str,
 )
@@ -136,7 +142,7 @@ def test_samples_have_the_target_distribution(
 
 
 @pytest.mark.parametrize(
-    ("samples", "error"), [(BATCH, 0.04), pytest.param(200_000, 0.01, marks=pytest.mark.long)], ids=str
+    ("samples", "error"), [(BATCH, 0.04), pytest.param(MANY, 0.01, marks=pytest.mark.long)], ids=str
 )
 @pytest.mark.parametrize(("draft", "rejected"), [((3,), 0.97), ("drawn", 0.346)])
 def test_an_error_would_be_seen(draft: tuple[int, ...] | str, rejected: float, samples: int, error: float) -> None:
