@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import FinishReason
+from quantkit.runtime.core.token_output import TokenOutput
 from quantkit.runtime.engine.engine import Engine, Request
 from quantkit.runtime.output.output_processor import OutputProcessor, TextOutput
 from quantkit.runtime.output.progress_bar import Advance, progress_bar
@@ -177,7 +178,16 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine: every request gets what is its own, whoever asked for the step."""
-        for output in self.engine.step():
+        try:
+            outputs = self.engine.step()
+        except BaseException as error:  # an interrupt too: what the step should have written must not be believed
+            with suppress(AssertionError):
+                self._deliver(self.engine.recover(f"another request's step failed: {error!r}"))
+            raise
+        self._deliver(outputs)
+
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
             opened = self._open.get(output.request)
             found = None if opened is None else opened.processor.process(output)
             if opened is not None and found is not None:

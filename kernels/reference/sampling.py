@@ -74,10 +74,9 @@ def sample(
     whole = upto[:, -1]
     drawn = (uniform(seed, step).double() * 2.0**-53 * whole.double()).long().clamp(max=whole - 1)
     drawn_tokens = (upto <= drawn[:, None]).sum(-1)
-    tokens, logprobs = greedy(logits)
-    tokens = torch.where((temperature > 0) & (whole > 0), drawn_tokens, tokens)
-    logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return tokens, torch.where(logits.amax(-1).isneginf(), -math.inf, logprobs)
+    tokens, _ = greedy(logits)
+    tokens = torch.where((temperature > 0) & (whole > 0) & (tokens >= 0), drawn_tokens, tokens)
+    return tokens, _logprobs(logits, tokens)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,5 +84,11 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     top = logits.amax(-1, keepdim=True)
     places = torch.arange(logits.shape[1], device=logits.device)
     tokens = torch.where(logits == top, places, logits.shape[1]).amin(-1)
-    logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return tokens, torch.where(top[:, 0].isneginf(), -math.inf, logprobs)
+    tokens = torch.where(top[:, 0] < math.inf, tokens, -1)  # NaN is the largest, too
+    return tokens, _logprobs(logits, tokens)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    found = logits.float().log_softmax(-1).gather(-1, tokens[:, None].clamp(min=0))[:, 0]
+    found = torch.where(logits.amax(-1).isneginf(), -math.inf, found)
+    return torch.where(tokens < 0, math.nan, found)

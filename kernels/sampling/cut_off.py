@@ -70,7 +70,8 @@ def _plan(top_k, top_p, temperature, largest, logsum, vocab):
     reach = crowd - mass - tl.log(tl.maximum(1.0 - top_p, 1e-9))
     reach = tl.where(counts, 28.0, tl.minimum(tl.maximum(reach, 0.01), 28.0))
     aim = tl.where(counts, _COUNT, tl.where(top_p < 1.0, MASS, NONE))
-    return tl.where(temperature > 0.0, aim, NONE), ((reach * (STEPS / 15)).to(tl.int32) // 128 + 1) * 128
+    drawn = (temperature > 0.0) & (logsum == logsum)  # from logits that are finite: the search would not end
+    return tl.where(drawn, aim, NONE), ((reach * (STEPS / 15)).to(tl.int32) // 128 + 1) * 128
 
 
 @triton.jit

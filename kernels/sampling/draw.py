@@ -134,14 +134,15 @@ def _draw(
     tied = tl.load(ties + at, mask=weighed, other=0).to(tl.int64)
     mass, left = _with_ties(tl.load(masses + at, mask=weighed, other=0), tied, spare, each)
     whole = tl.sum(mass, axis=0)
-    if whole > 0:  # else the greedy choice stays
+    logsum = tl.load(logsums + request)
+    if (whole > 0) & (logsum == logsum):  # else the greedy choice stays, or none
         drawn = _below(tl.load(seed + request), tl.load(step + request), whole)
         part, drawn, spare = _descend(mass, left, split, drawn)
         top, least = tl.load(tops + request), tl.load(min_p + request)
         row = logits + request * stride
         token = _draw_in_part(row, part * PART, vocab, top, heat, least, cut, each, drawn, spare, PART, GROUP)
         tl.store(tokens + request, token.to(tl.int64))
-        tl.store(logprobs + request, tl.load(row + token).to(tl.float32) - tl.load(logsums + request))
+        tl.store(logprobs + request, tl.load(row + token).to(tl.float32) - logsum)
 
 
 def draw(

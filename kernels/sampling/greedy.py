@@ -1,9 +1,10 @@
 """The largest logit of every request, and its log-probability.
 
 Layout   logits [requests, vocab], rows of any stride
-Returns  tokens int64 [requests], the first of equal ones, and their log-probabilities float32 [requests]
+Returns  tokens int64 [requests], the first of equal ones, and their log-probabilities float32 [requests]; token -1 and
+         NaN where a logit is NaN or +inf
 Meaning  `reference.sampling.greedy`
-Limits   logits bfloat16, float16 or float32, without NaN or +inf; -inf bans a token; vocab up to 262,144
+Limits   logits bfloat16, float16 or float32; -inf bans a token; vocab up to 262,144
 
 Two launches: each program takes a part of a row, then one program a row takes the best part.
 """
@@ -40,7 +41,8 @@ def _scan(logits, maxima, places, sums, stride, vocab, splits, PART: tl.constexp
 
 @triton.jit
 def _choose_largest(maxima, places, sums, tokens, logprobs, tops, logsums, splits, SPLITS: tl.constexpr):
-    """The greedy choice; where every token is banned, the first one with -inf. `tops` and `logsums` stay finite."""
+    """The greedy choice; where every token is banned, the first one with -inf, and `tops` and `logsums` stay finite.
+    Where a logit is NaN or +inf, so is the sum of a part: -1."""
     request = tl.program_id(0)
     split = tl.arange(0, SPLITS)
     at = request * splits + split
@@ -48,11 +50,14 @@ def _choose_largest(maxima, places, sums, tokens, logprobs, tops, logsums, split
     place = tl.load(places + at, mask=split < splits, other=2147483647)
     total = tl.load(sums + at, mask=split < splits, other=0.0)
     top = tl.max(part, axis=0)
-    tl.store(tokens + request, tl.min(tl.where(part == top, place, 2147483647), axis=0).to(tl.int64))
+    chosen = tl.min(tl.where(part == top, place, 2147483647), axis=0)
     banned = top == float("-inf")  # every token
     top = tl.where(banned, 0.0, top)
-    logsum = top + tl.log(tl.where(banned, 1.0, tl.sum(total * tl.exp(part - top), axis=0)))
-    tl.store(logprobs + request, tl.where(banned, float("-inf"), top - logsum))
+    whole = tl.sum(total * tl.exp(part - top), axis=0)
+    finite = whole == whole
+    logsum = top + tl.log(tl.where(banned & finite, 1.0, whole))
+    tl.store(tokens + request, tl.where(finite, chosen, -1).to(tl.int64))
+    tl.store(logprobs + request, tl.where(banned & finite, float("-inf"), top - logsum))
     tl.store(tops + request, top)
     tl.store(logsums + request, logsum)
 

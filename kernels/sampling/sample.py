@@ -4,7 +4,7 @@ Layout   logits [requests, vocab], rows of any stride; every parameter is a tens
          temperature float32, 0 for the largest logit (the first of equal ones), 1e-6 where it is between; top_k int32,
          0 for all; top_p float32, 1 for all; min_p float32, 0 for all; seed int64; step int64, the token's position
 Returns  tokens int64 [requests] and their log-probabilities float32 [requests], those of the untruncated distribution
-         at temperature 1
+         at temperature 1; token -1 and NaN where a logit is NaN or +inf
 Meaning  `reference.sampling`. Temperature first; then the k most probable tokens; of those, renormalised, the fewest
          whose mass reaches top_p; of those, the ones at least min_p times as probable as the most probable token. Of
          equally probable tokens at a cut-off the first ones stay, by index. At least one token always stays

@@ -224,7 +224,7 @@ def _check_options(
     choice: _Choice, kind: type[Any], owner: str, path: KeyPath, build_it: Callable[[], object], source: Source
 ) -> None:
     """Types first, by the annotations of the dataclass that the options are for; then the values, by building it."""
-    model = _options_of(kind)
+    model = _options_of(kind)  # type: ignore[arg-type]  # a class is hashable
     _validated(model, choice.options, path, (*type(choice).model_fields, *model.model_fields), source, owner)
     where = _dotted(path)
     try:

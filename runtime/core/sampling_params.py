@@ -14,6 +14,7 @@ from typing import NamedTuple
 from quantkit.errors import InputError
 
 MOST_LOGPROBS = 20
+_ALL_TOKENS = 2**31 - 1  # more than any vocabulary has
 
 
 class _Range(NamedTuple):
@@ -33,7 +34,7 @@ class _Range(NamedTuple):
 
 
 _WHOLE_NUMBERS = {
-    "n": _Range(1),
+    "n": _Range(1, 16384),
     "max_tokens": _Range(1),
     "min_tokens": _Range(0),
     "top_k": _Range(-1),
@@ -87,7 +88,7 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}, but must be true or false")
-        self._keep("top_k", max(self.top_k, 0))
+        self._keep("top_k", min(max(self.top_k, 0), _ALL_TOKENS))
         self._keep("logit_bias", _checked_bias(self.logit_bias))
         self._keep("stop", _checked_stop(self.stop))
         self._keep("stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids))

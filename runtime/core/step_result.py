@@ -9,6 +9,8 @@ from torch import Tensor
 
 from quantkit.runtime.core.step_plan import Scheduled, StepPlan
 
+NO_TOKEN = -1  # in the place of a token, where logits are NaN or +inf (`kernels/sampling/greedy.py`)
+
 
 @dataclass(frozen=True)
 class LogitsRows:

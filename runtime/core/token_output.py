@@ -9,7 +9,7 @@ from quantkit.runtime.core.sequence import FinishReason
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One new token of one answer, and whether the answer ends with it."""
+    """One new token of one answer, and whether the answer ends with it. An error may end it without a token."""
 
     request: int
     index: int  # which of the n answers
@@ -17,4 +17,4 @@ class TokenOutput:
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
     finished: FinishReason | None = None
-    stop_reason: int | None = None  # the token that ended it, where that was not the model's own end
+    stop_reason: int | str | None = None  # the token that ended it, where not the model's own; what went wrong

@@ -46,6 +46,12 @@ class InFlight:
     launched: Launched | None
     travelling: _Travelling | None = None
 
+    @property
+    def plan(self) -> StepPlan:
+        way = self.launched or self.travelling
+        assert way is not None
+        return way.plan
+
 
 class Runner:
     """Owns what this process has of the model, and with it the rows of the device's state."""
@@ -164,6 +170,10 @@ class Runner:
             found.append(Outcome(work, sampled, tuple(path), row))
             row += len(work.draft) + 1
         return found
+
+    def forget_table(self) -> None:
+        """After a step that failed: what of the page table had reached the device is not known."""
+        self._changes.forget()
 
     def keep_paths(self, outcomes: list[Outcome]) -> None:
         """Keys and values of guesses that were right, from where a tree had them to where the next step looks."""

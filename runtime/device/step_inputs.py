@@ -86,6 +86,10 @@ class TableChanges:
                 self._sent[row] = list(pages)
         return index, numbers
 
+    def forget(self) -> None:
+        """Nobody knows what the device has: every row is sent whole when it is next needed."""
+        self._sent = [[] for _ in self._sent]
+
     def _unchanged(self, row: int, pages: list[int]) -> int:
         """Pages are replaced or appended at the end, so the last one that both know tells how much is the same."""
         sent = self._sent[row]

@@ -22,7 +22,8 @@ from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence
-from quantkit.runtime.core.step_result import PromptLogprobs, Sampled
+from quantkit.runtime.core.step_plan import StepPlan
+from quantkit.runtime.core.step_result import NO_TOKEN, PromptLogprobs, Sampled
 from quantkit.runtime.core.token_output import TokenOutput
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.peers import Alone, Peers
@@ -88,6 +89,7 @@ class Engine:
         self._staged = options.pipeline_parallel > 1
         self._ahead = options.in_stages - 1 if self._staged else int(options.overlaps)  # steps that need not be back
         self._in_flight: deque[InFlight] = deque()
+        self._at_work: StepPlan | None = None  # the step that is being launched or looked at
         self.speculation = speculation or Speculation()
         self.steps = 0
         self.generated = 0  # tokens
@@ -149,9 +151,8 @@ class Engine:
         if request is None:
             return
         for sequence in request.sequences if index is None else [request.sequences[index]]:
-            self._end(sequence, "abort")
-        if request.finished:
-            del self.requests[request_id]
+            if not sequence.finished:
+                self._end(sequence, "abort")
 
     def step(self) -> list[TokenOutput]:
         """Launches the next step and brings what is ready: with overlap, the tokens of the step before.
@@ -176,7 +177,7 @@ class Engine:
 
     def _launch(self) -> InFlight | None:
         self.speculation.propose(self.scheduler.running)
-        plan = self.scheduler.schedule()
+        plan = self._at_work = self.scheduler.schedule()
         self.runner.prepare(plan)
         if not plan.scheduled:  # everybody gave way, perhaps to host memory
             return None
@@ -188,7 +189,28 @@ class Engine:
         flight = self.runner.launch(plan)
         if flight.launched is not None:
             self.speculation.follow(flight.launched)
+        self._at_work = None
         return flight
+
+    def recover(self, why: str) -> list[TokenOutput]:
+        """After `step` has raised: the answers of that step end with an error, the others go on.
+
+        Nothing is believed of what the step should have written. Raises AssertionError where the engine is not in order
+        then, or where nobody knows which step failed; with other ranks, which are in the middle of it, always.
+        """
+        plan, self._at_work = self._at_work, None
+        assert plan is not None, "no step was at work"
+        assert isinstance(self.peers, Alone), "other ranks are in the middle of the step"
+        self.scheduler.undo(plan)
+        outputs = []
+        for sequence in [work.sequence for work in plan.scheduled if not work.sequence.finished]:
+            request, index = self._owners[sequence.id]
+            self._end(sequence, "error")
+            outputs.append(TokenOutput(request.id, index, None, finished="error", stop_reason=why))
+        self.runner.forget_table()
+        self.speculation.drop_steps(len(self._in_flight))
+        self.check_integrity()
+        return outputs
 
     def drain(self) -> None:
         """Waits for what is still on its way when all requests have finished: steps that were one too many."""
@@ -220,6 +242,7 @@ class Engine:
         assert self.scheduler.unfinished == len(self._owners)
 
     def _take(self, flight: InFlight) -> list[TokenOutput]:
+        self._at_work = flight.plan
         ready = self.runner.arrived(flight)
         for sequence_id, found in ready.prompts.items():
             if sequence_id in self._owners:
@@ -236,25 +259,32 @@ class Engine:
             for sampled in outcome.tokens:
                 if not sequence.finished:
                     outputs.append(self._advance(sequence, sampled))
+        self._at_work = None
         return outputs
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenOutput:
         """A token has arrived: what it means for its sequence."""
         request, index = self._owners[sequence.id]
-        sequence.tokens.append(sampled.token)
-        self.generated += 1
-        self.scheduler.publish(sequence)
+        if sampled.token == NO_TOKEN:
+            self.scheduler.pool.withdraw(sequence.pages)
+        else:
+            sequence.tokens.append(sampled.token)
+            self.generated += 1
+            self.scheduler.publish(sequence)
         reason, cause = why_ends(sequence, sampled.token, self.config.eos)
         if reason is not None:
             self._end(sequence, reason)
-            if request.finished:
-                del self.requests[request.id]
+        if sampled.token == NO_TOKEN:
+            return TokenOutput(request.id, index, None, finished=reason, stop_reason=cause)
         return TokenOutput(request.id, index, sampled.token, sampled.logprob, sampled.top, reason, cause)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """One of the answers to a request; with the last of them the request is gone."""
         self.scheduler.finish(sequence, reason)
-        self._owners.pop(sequence.id, None)
         self.speculation.forget(sequence)
+        request, _ = self._owners.pop(sequence.id, (None, 0))
+        if request is not None and request.finished:
+            del self.requests[request.id]
 
 
 def check_request(prompt: list[int], params: SamplingParams, max_context: int, vocab: int) -> None:

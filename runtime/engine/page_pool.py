@@ -81,6 +81,13 @@ class PagePool:
             self._digests[page] = digest
             self._by_digest[digest] = page
 
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """What these pages hold is not known any more; whoever holds them keeps them."""
+        for page in pages:
+            digest = self._digests.pop(page, None)
+            if digest is not None:
+                del self._by_digest[digest]
+
     def find(self, digest: Digest) -> int | None:
         """The page that holds the tokens of a digest."""
         return self._by_digest.get(digest) if self.share_prefixes else None

@@ -114,6 +114,13 @@ class Scheduler:
             sequence.num_computed -= wrong
             self._trim(sequence, sequence.num_computed + sequence.ahead)
 
+    def undo(self, plan: StepPlan) -> None:
+        """The step failed: nobody may believe what it should have written, in the cache or in host memory."""
+        for victim, _ in plan.swap_out:
+            self._drop_swapped(victim)
+        for work in plan.scheduled:
+            self.pool.withdraw(work.sequence.pages)
+
     def check_integrity(self) -> None:
         """For tests: pages and device rows are held by those who run, once each."""
         living = [*self.running, *self.waiting]

@@ -211,6 +211,11 @@ class Speculation:
                 tokens = sum(len(outcome.tokens) for outcome in outcomes)
                 self.saved_seconds += plain * tokens / len(plan.scheduled) - seconds
 
+    def drop_steps(self, in_flight: int) -> None:
+        """A step failed: so many are on their way now."""
+        while len(self._begun) > in_flight:
+            self._begun.popleft()
+
     def _count(self, outcome: Outcome) -> None:
         """How the guesses for one sequence did."""
         sequence, guessed = outcome.scheduled.sequence, len(outcome.scheduled.draft)

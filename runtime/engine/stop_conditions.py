@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sequence import FinishReason, Sequence
+from quantkit.runtime.core.step_result import NO_TOKEN
 
 
-def why_ends(sequence: Sequence, token: int, eos: tuple[int, ...]) -> tuple[FinishReason | None, int | None]:
-    """Why a sequence ends with this token (None: it goes on), and the end token where it is not the model's own."""
+def why_ends(sequence: Sequence, token: int, eos: tuple[int, ...]) -> tuple[FinishReason | None, int | str | None]:
+    """Why a sequence ends with this token (None: it goes on), and what brought it about: an end token that is not the
+    model's own, or what went wrong."""
+    if token == NO_TOKEN:
+        return "error", "the model's logits are not finite"
     if token in sequence.end_tokens:
         return "stop", None if token in eos else token
     if sequence.guide is not None:
         try:
             sequence.guide.advance(token)
-        except QuantkitError:  # the grammar became too complex: the answer cannot be trusted
-            return "error", None
-        if sequence.guide.finished:
-            return "stop", None
+            if sequence.guide.finished:
+                return "stop", None
+        except QuantkitError as error:  # the grammar became too complex: the answer cannot be trusted
+            return "error", str(error)
     if len(sequence.answer) >= sequence.max_new:
         return "length", None
     return None, None

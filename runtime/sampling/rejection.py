@@ -38,7 +38,7 @@ def verify(
     """
     settings = (temperature, top_k, top_p, min_p)
     p, q = probabilities(logits, *settings), probabilities(proposed.logits, *settings)
-    guess = proposed.guesses[:, None]
+    guess = proposed.guesses[:, None].clamp(min=0)  # a draft whose logits were not finite guesses NO_TOKEN
     chance, residual = torch.rand(2, len(guess), generator=random, device=logits.device, dtype=torch.float64)
     accepted = chance * q.gather(1, guess)[:, 0] < p.gather(1, guess)[:, 0]
     upto = (p - q).clamp(min=0).cumsum(-1)

@@ -206,6 +206,6 @@ def settings_of(sequences: Ordered[Sequence], seeds: list[int], device: torch.de
 
 def _with_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Samples:
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    chosen = logprobs.gather(-1, tokens[:, None].clamp(min=0))[:, 0]  # NO_TOKEN has none
     values, top = logprobs.topk(min(most, logits.shape[1]), dim=-1)
     return Samples(tokens, chosen, top, values)

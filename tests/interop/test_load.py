@@ -61,9 +61,9 @@ format: {name: gptq, bits: 4, group_size: 64, sym: false}
 OWN = {"mixed": MIXED, "kept": KEPT, "rows": ROWS, "fp8-tensor": FP8_TENSOR}
 OWN |= {"act-order": ACT_ORDER, "gptq-3": GPTQ_3, "gptq-asym": GPTQ_ASYM}
 
-EXACT = 1e-2  # bfloat16 arithmetic alone makes 0.7%
-INT8 = 2.5e-2  # activations are rounded as well
-FLOAT8 = 6e-2  # to three bits of mantissa
+EXACT = 1.4e-2  # bfloat16 arithmetic alone makes 0.9 % in the model that is not quantized
+INT8 = 3.5e-2  # activations are rounded as well
+FLOAT8 = 8e-2  # to three bits of mantissa
 
 
 @dataclass(frozen=True)

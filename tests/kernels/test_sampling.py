@@ -267,6 +267,24 @@ def test_banned_tokens(device: str) -> None:
     assert greedy(logits)[0][1:].tolist() == [77, 0, 0]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, with which the interpreter computes
+def test_logits_that_are_not_finite_give_no_token(device: str) -> None:
+    """Whatever the parameters: their rows have -1 and NaN, and the rows beside them what they always have."""
+    logits = make(6, 2 * weights.PART + 3, device)
+    logits[0, 5], logits[1, -1], logits[2] = math.nan, math.inf, math.nan
+    logits[3] = -math.inf  # as a guide bans all but one
+    logits[3, 70] = math.nan
+    cases = {"top_k": [0, 40, 7, 0, 0, 9], "top_p": [1.0, 0.9, 0.5, 0.9, 0.8, 1.0]}
+    for parameters in (settings(6, device), settings(6, device, **cases), settings(6, device, min_p=0.1)):
+        tokens, logprobs = sample(logits, **parameters)
+        assert tokens[:4].tolist() == [-1] * 4
+        assert logprobs.isnan().tolist() == [True] * 4 + [False] * 2
+        expected = reference.sample(logits, **parameters)
+        assert torch.equal(tokens, expected[0])
+        torch.testing.assert_close(logprobs, expected[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert greedy(logits)[0][:4].tolist() == reference.greedy(logits)[0][:4].tolist() == [-1] * 4
+
+
 def test_given_buffers_and_nothing_to_do(device: str) -> None:
     logits, parameters = make(2, 50, device), settings(2, device)
     out = (torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, device=device))

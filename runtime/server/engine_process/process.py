@@ -8,7 +8,7 @@ neither a slow server nor a long message stalls a step. When the other side goes
     in    {"serve": {"model", "options"}}, {"add": {"id", "prompt", "params", "priority", "guide"}},
           {"abort": id, "index": of one of its answers, or null}
     out   {"ready": info} or {"failed": text, "code"}, {"refused": id, "why"}, {"outputs": [...]}, {"stats": {...}},
-          {"prompt_logprobs": {"id", "logprobs", "top"}}
+          {"prompt_logprobs": {"id", "logprobs", "top"}}, {"fault": {"why", "ended": answers}}
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, QuantkitError
@@ -28,7 +29,9 @@ from quantkit.runtime.core import framing
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.device.peers import Alone
 from quantkit.runtime.engine.engine import Engine, Request
+from quantkit.runtime.known_answer import KnownAnswer
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.startup import start_engine
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.sampling.structured_output import GuideCompiler
 
 STATS_SECONDS = 0.1
+LONGEST_REASON = 300  # characters of an error that clients and the log see
 
 
 class EngineLoop:
@@ -50,6 +54,7 @@ class EngineLoop:
         self._names: dict[int, int] = {}  # the engine's id of a request -> the server's
         self._requests: dict[int, Request] = {}  # by the server's id
         self._compiler: GuideCompiler | None = None
+        self._known_answer = KnownAnswer(engine) if isinstance(engine.peers, Alone) else None
         self._sent_stats = 0.0
 
     def run(self, inbox: queue.Queue[framing.Message | None]) -> None:
@@ -109,7 +114,13 @@ class EngineLoop:
         return [self._compiler.compile(GuideSpec(**spec)) for _ in range(count)]
 
     def _step(self) -> None:
-        outputs = [output for output in self._engine.step() if output.request in self._names]
+        try:
+            found = self._engine.step()
+        except QuantkitError:  # another rank has died
+            raise
+        except Exception as error:
+            found = self._recovered(error)
+        outputs = [output for output in found if output.request in self._names]
         rows = [self._row(output) for output in outputs]
         for output in outputs:
             if output.request not in self._engine.requests and output.request in self._names:
@@ -118,6 +129,19 @@ class EngineLoop:
             self._outbox.put({"outputs": rows})
         if not self._engine.busy or time.monotonic() - self._sent_stats > STATS_SECONDS:
             self._send_stats()
+
+    def _recovered(self, error: Exception) -> list[TokenOutput]:
+        """A step failed: its answers end, and the others go on if the engine can prove itself. Else it ends."""
+        why = f"a step of the engine failed: {_in_one_line(error)}"
+        try:
+            outputs = self._engine.recover(why)
+            assert self._known_answer is not None
+            self._known_answer.check()
+        except Exception:
+            traceback.print_exc()
+            raise error from None
+        self._outbox.put({"fault": {"why": why, "ended": len(outputs)}})
+        return outputs
 
     def _row(self, output: TokenOutput) -> list[Any]:
         """[id, index, token, finished, stop_reason, logprob, top], and where there is something to say behind them:
@@ -129,7 +153,7 @@ class EngineLoop:
         row: list[Any] = [name, output.index, output.token, output.finished, output.stop_reason]
         row += [output.logprob, output.top]
         first = None
-        if len(sequence.answer) == 1:
+        if output.token is not None and len(sequence.answer) == 1:
             first = [(sequence.started or request.arrived) - request.arrived, sequence.num_reused]
             if output.index == 0 and request.params.prompt_logprobs is not None:
                 self._send_prompt_logprobs(name, request)
@@ -162,6 +186,10 @@ class EngineLoop:
             "saved_seconds": speculation.saved_seconds,
         }
         self._outbox.put({"stats": stats})
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
 def describe(engine: Engine, model: str) -> dict[str, Any]:

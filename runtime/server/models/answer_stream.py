@@ -105,7 +105,8 @@ class AnswerStream:
         if found is None:
             return None
         if found.finished in ("error", "abort"):
-            raise ApiError(500, "the engine gave the answer up; its structure became too complex", code="engine_error")
+            why = found.stop_reason or "it ended before its time"
+            raise ApiError(500, f"the engine gave the answer up: {why}", code="engine_error")
         answer = self._each[found.index]
         self._observe(answer)
         if found.token is not None:
