@@ -52,11 +52,35 @@ def kl_of(quality: QualityResult | None) -> float:
     return quality.kl.value
 
 
+def measure_here(job: Job, on_part: object) -> str:
+    """A format measured in this process: a process of its own imports for seconds."""
+    with redirect_stdout(io.StringIO()):
+        work(job)
+    return ""
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
-    """The small bundled model in two formats, the reference measured too."""
+    """The small bundled model in two formats, the reference measured too; the last format in a real process."""
     folder = tmp_path_factory.mktemp("compare") / "report"
-    return folder, run(asked_for(reference=True, batches=(1, 2)), folder, "nf4", "rtn-w3g128")
+    begin_process = compare_run._run_process
+
+    def measure(job: Job, on_part: compare_run.OnPart) -> str:
+        return (begin_process if job.entry.name == "rtn-w3g128" else measure_here)(job, on_part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(compare_run, "_run_process", measure)
+        told: list[tuple[str, str]] = []
+        found = run(
+            asked_for(reference=True, batches=(1, 2)),
+            folder,
+            "nf4",
+            "rtn-w3g128",
+            on_part=lambda name, part: told.append((name, part)),
+        )
+    assert ("rtn-w3g128", "speed") in told, "a process tells how far it is"
+    return folder, found
 
 
 def test_everything_is_measured(whole: tuple[Path, Comparison]) -> None:
@@ -139,13 +163,6 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert again.formats[2].error is None
     assert again.formats[2].making == dead.making
     assert again.formats[3] == well
-
-
-def measure_here(job: Job, on_part: object) -> str:
-    """A format measured in this process; `whole` has real ones."""
-    with redirect_stdout(io.StringIO()):
-        work(job)
-    return ""
 
 
 def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
