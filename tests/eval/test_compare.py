@@ -53,7 +53,7 @@ def kl_of(quality: QualityResult | None) -> float:
 
 
 def measure_here(job: Job, on_part: object) -> str:
-    """A format measured in this process: a process of its own imports for seconds."""
+    """A format measured in this process: one of its own imports for seconds. A shape has real ones, and long tests."""
     with redirect_stdout(io.StringIO()):
         work(job)
     return ""
@@ -61,26 +61,11 @@ def measure_here(job: Job, on_part: object) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
-    """The small bundled model in two formats, the reference measured too; the last format in a real process."""
+    """The small bundled model in two formats, the reference measured too."""
     folder = tmp_path_factory.mktemp("compare") / "report"
-    begin_process = compare_run._run_process
-
-    def measure(job: Job, on_part: compare_run.OnPart) -> str:
-        return (begin_process if job.entry.name == "rtn-w3g128" else measure_here)(job, on_part)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(compare_run, "_run_process", measure)
-        told: list[tuple[str, str]] = []
-        found = run(
-            asked_for(reference=True, batches=(1, 2)),
-            folder,
-            "nf4",
-            "rtn-w3g128",
-            on_part=lambda name, part: told.append((name, part)),
-        )
-    assert ("rtn-w3g128", "speed") in told, "a process tells how far it is"
-    return folder, found
+        patch.setattr(compare_run, "_run_process", measure_here)
+        return folder, run(asked_for(reference=True, batches=(1, 2)), folder, "nf4", "rtn-w3g128")
 
 
 def test_everything_is_measured(whole: tuple[Path, Comparison]) -> None:
@@ -166,9 +151,18 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 
 def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_run, "_run_process", measure_here)
+    """The quantized format is measured in a process of its own, which tells how far it is."""
+    begin_process, told = compare_run._run_process, []
+
+    def measure(job: Job, on_part: compare_run.OnPart) -> str:
+        if job.entry.kind == "baseline":
+            return measure_here(job, on_part)
+        return begin_process(job, lambda name, part: told.append((name, part)))
+
+    monkeypatch.setattr(compare_run, "_run_process", measure)
     code, out, err = run_cli("compare", "tiny", "-r", "nf4", "-o", tmp_path / "shape", *SMALL, "--json")
     assert (code, err) == (0, "")
+    assert told[0] == ("nf4", "speed")
     found = Comparison.from_dict(json.loads(out))
     assert found.model == "tiny"
     assert any("random" in note for note in found.notes)
