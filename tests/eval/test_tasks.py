@@ -24,6 +24,12 @@ CONTEXT = 96  # of the engine in tests that cut items; its model then sees one t
 SENTENCE = "The function returns a list of all the names that were found in the file."
 
 
+@pytest.fixture(autouse=True)
+def _no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval asks a dozen programs, pip among them, about the machine in every run: a second, and nobody reads it."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
 @pytest.fixture(scope="module")
 def engine_model() -> Iterator[EngineModel]:
     model = EngineModel(LLM("demo-draft", device="cpu", dtype="float32", max_context=CONTEXT))
