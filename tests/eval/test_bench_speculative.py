@@ -23,7 +23,7 @@ from quantkit.sources import model_folder
 Cli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., None]
 
-SMALL = ("--prompt-len", 8, "--new-tokens", 10, "--rounds", 2, "--device", "cpu")
+SMALL = ("--prompt-len", 8, "--new-tokens", 5, "--rounds", 2, "--device", "cpu")
 TINY = EngineOptions(device="cpu", max_sequences=4, max_context=64, kv_tokens=512)
 DRAFT = "draft=demo-draft,k=3,adaptive=off"  # always three guesses, however slow this machine is
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)

@@ -52,11 +52,20 @@ def kl_of(quality: QualityResult | None) -> float:
     return quality.kl.value
 
 
+def measure_here(job: Job, on_part: object) -> str:
+    """A format measured in this process: one of its own imports for seconds. A shape has real ones, and long tests."""
+    with redirect_stdout(io.StringIO()):
+        work(job)
+    return ""
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
     """The small bundled model in two formats, the reference measured too."""
     folder = tmp_path_factory.mktemp("compare") / "report"
-    return folder, run(asked_for(reference=True, batches=(1, 2)), folder, "nf4", "rtn-w3g128")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_run, "_run_process", measure_here)
+        return folder, run(asked_for(reference=True, batches=(1, 2)), folder, "nf4", "rtn-w3g128")
 
 
 def test_everything_is_measured(whole: tuple[Path, Comparison]) -> None:
@@ -141,17 +150,19 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert again.formats[3] == well
 
 
-def measure_here(job: Job, on_part: object) -> str:
-    """A format measured in this process; `whole` has real ones."""
-    with redirect_stdout(io.StringIO()):
-        work(job)
-    return ""
-
-
 def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_run, "_run_process", measure_here)
+    """The quantized format is measured in a process of its own, which tells how far it is."""
+    begin_process, told = compare_run._run_process, []
+
+    def measure(job: Job, on_part: compare_run.OnPart) -> str:
+        if job.entry.kind == "baseline":
+            return measure_here(job, on_part)
+        return begin_process(job, lambda name, part: told.append((name, part)))
+
+    monkeypatch.setattr(compare_run, "_run_process", measure)
     code, out, err = run_cli("compare", "tiny", "-r", "nf4", "-o", tmp_path / "shape", *SMALL, "--json")
     assert (code, err) == (0, "")
+    assert told[0] == ("nf4", "speed")
     found = Comparison.from_dict(json.loads(out))
     assert found.model == "tiny"
     assert any("random" in note for note in found.notes)

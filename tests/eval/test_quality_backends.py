@@ -17,6 +17,10 @@ WINDOW = 48
 # Where activations are rounded, a last bit more or less can turn a rounding around, and what follows then differs by
 # about as much as the rounding itself: 3 binary digits in FP8, 7 in INT8. Elsewhere both compute the same in float32.
 KL_LIMIT = {"ct-float8": 1e-2, "ct-int8": 1e-3, "llm-int8": 1e-3}
+# One recipe of each way to store or round that `test_steps_measure_the_same` lacks: 2 bits with zero points, 8 bits,
+# AWQ's layout, FP4, FP8 by channel, by block and by tensor with scales from data, INT8, outliers. The others differ in
+# the size of groups, or in how the same codes are found; tests/runtime/test_engine_formats.py compares all logits.
+KINDS = ("rtn-w2g64", "rtn-w8", "rtn-w4g128-asym", "fp4", "fp8", "fp8-block", "fp8-static", "rtn-w8a8", "llm-int8")
 
 
 def windows_of(vocabulary: int) -> Windows:
@@ -43,7 +47,13 @@ def assert_agree(found: QualityResult, wanted: QualityResult, limit: float) -> N
     assert abs(found.kl.value) < limit
 
 
-@pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=recipe.name, marks=() if recipe.name in KINDS else pytest.mark.long)
+        for recipe in list_recipes()
+    ],
+)
 def test_every_recipe_measures_the_same(
     recipe: Recipe, quantized_tiny: Callable[..., Path], quantized_draft: Callable[..., Path]
 ) -> None:
@@ -56,8 +66,17 @@ def test_every_recipe_measures_the_same(
     assert (found.backend, wanted.backend) == ("runtime", "reference")
 
 
-@pytest.mark.parametrize("step_tokens", [1, 7, None])
-@pytest.mark.parametrize("recipe", ["nf4", "rtn-w4g128", "rtn-w3g128"])
+STEPS = {"nf4": 1, "rtn-w4g128": 7, "rtn-w3g128": None}  # the number of tokens that is not long
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step_tokens"),
+    [
+        pytest.param(recipe, tokens, marks=() if tokens == quick else pytest.mark.long)
+        for recipe, quick in STEPS.items()
+        for tokens in (1, 7, None)
+    ],
+)
 def test_steps_measure_the_same(recipe: str, step_tokens: int | None, quantized_tiny: Callable[..., Path]) -> None:
     found, wanted = both(quantized_tiny(recipe), windows_of(500), step_tokens)
     assert_agree(found, wanted, 1e-6)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quantkit.arch import FAMILIES
 from quantkit.bundled import HELDOUT_TEXT
-from quantkit.calibration import Calibration
 from quantkit.errors import InputError
 from quantkit.eval.quality.layer_errors import LayerErrors, layer_errors
 from quantkit.eval.quality.windows import read_windows
@@ -29,7 +28,7 @@ Change = Callable[[dict[str, Tensor]], None]
 
 @pytest.fixture(scope="module")
 def ids() -> Tensor:
-    return read_windows(load_tokenizer("demo-draft"), HELDOUT_TEXT, window=96, max_windows=3).ids
+    return read_windows(load_tokenizer("demo-draft"), HELDOUT_TEXT, window=48, max_windows=2).ids
 
 
 def changed(folder: Path, change: Change, model: str | Path = "demo-draft") -> Path:
@@ -131,11 +130,11 @@ def drift(models: tuple[Any, Any], ids: Tensor, blocks: int) -> float:
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).mean())
 
 
-def test_rounding_errors_are_those_of_the_definition(ids: Tensor, tmp_path: Path) -> None:
+def test_rounding_errors_are_those_of_the_definition(ids: Tensor, quantized_draft: Callable[..., Path]) -> None:
     """Without folds, against transformers with hooks: the same inputs through original and decoded weights."""
-    quantize("demo-draft", "rtn-w4g64", tmp_path / "q", quality_windows=0)
-    found = layer_errors("demo-draft", tmp_path / "q", ids)
-    original, rounded = load_reference("demo-draft", "float32"), load_reference(tmp_path / "q", "float32")
+    folder = quantized_draft("rtn-w4g64")
+    found = layer_errors("demo-draft", folder, ids)
+    original, rounded = load_reference("demo-draft", "float32"), load_reference(folder, "float32")
     for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
         inputs: list[Tensor] = []
         module = original.get_submodule(f"model.layers.1.{name}")
@@ -150,13 +149,14 @@ def test_rounding_errors_are_those_of_the_definition(ids: Tensor, tmp_path: Path
 
 
 @pytest.mark.parametrize(("recipe", "limit"), [("awq-w4g64", 0.12), ("smoothquant-w8a8", 0.05)])
-def test_methods_that_fold_look_as_good_as_they_are(recipe: str, limit: float, ids: Tensor, tmp_path: Path) -> None:
-    few = Calibration(samples=4, seq_len=128)
-    quantize("demo-draft", recipe, tmp_path / "q", calibration=few, quality_windows=0)
-    found = layer_errors("demo-draft", tmp_path / "q", ids)
+def test_methods_that_fold_look_as_good_as_they_are(
+    recipe: str, limit: float, ids: Tensor, quantized_draft: Callable[..., Path]
+) -> None:
+    folder = quantized_draft(recipe)
+    found = layer_errors("demo-draft", folder, ids)
     assert min(all_errors(found)) > 0
     assert max(all_errors(found)) < limit
-    models = load_reference("demo-draft", "float32"), load_reference(tmp_path / "q", "float32", activations="served")
+    models = load_reference("demo-draft", "float32"), load_reference(folder, "float32", activations="served")
     assert found.blocks[0] == pytest.approx(drift(models, ids, 1), rel=0.02)
     assert found.blocks[0] < 3 * limit
 

@@ -41,6 +41,12 @@ COMMAND: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval asks a dozen programs, pip among them, about the machine in every run: a second, and nobody reads it."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
 @pytest.mark.parametrize("file", make_local.FILES)
 def test_the_items_that_ship_are_those_that_the_script_makes(file: str) -> None:
     assert (LOCAL_TASKS / file).read_text(encoding="utf-8") == make_local.lines(file)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import quantize
 from quantkit.checkpoint import Checkpoint
+from quantkit.medusa import train
 from quantkit.medusa.texts import read_texts
 from quantkit.runtime.drafters.medusa_heads import FACTS, WEIGHTS, Target, load_heads
 from quantkit.sources import model_folder
@@ -18,7 +18,18 @@ Refused = Callable[..., None]
 QUICK = ("--heads", 2, "--nodes", 5, "--epochs", 2, "--device", "cpu")
 
 
-def test_the_same_command_gives_the_same_bytes(run_cli: Cli, small_text: Path, tmp_path: Path) -> None:
+def shorten_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of the model to train on and to measure are most of the time."""
+    monkeypatch.setattr(train, "SAMPLED", 24)
+    monkeypatch.setattr(train, "ANSWER", 16)
+
+
+@pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_same_command_gives_the_same_bytes(
+    short: bool, run_cli: Cli, small_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if short:
+        shorten_answers(monkeypatch)
     args = ("train-medusa", "demo-draft", "--text", small_text, "--self-generated", 3, *QUICK)
     code, out, err = run_cli(*args, "-o", tmp_path / "a")
     assert (code, err) == (0, "")
@@ -37,9 +48,16 @@ def test_the_same_command_gives_the_same_bytes(run_cli: Cli, small_text: Path, t
     assert (heads.count, len(heads.tree)) == (2, 5)
 
 
-def test_heads_of_a_quantized_model_stand_beside_it(run_cli: Cli, small_text: Path, tmp_path: Path) -> None:
+def test_heads_of_a_quantized_model_stand_beside_it(
+    run_cli: Cli,
+    small_text: Path,
+    tmp_path: Path,
+    quantized_draft: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And the folder stays a checkpoint that loads."""
-    quantize("demo-draft", "rtn-w4g64", tmp_path / "w4", quality_windows=0)
+    shorten_answers(monkeypatch)
+    shutil.copytree(quantized_draft("rtn-w4g64"), tmp_path / "w4")
     before = {file.name for file in (tmp_path / "w4").iterdir()}
     code, _, err = run_cli("train-medusa", tmp_path / "w4", "--text", small_text, *QUICK)
     assert (code, err) == (0, "")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit import quantize
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, StorageError
 from quantkit.runtime.drafters.medusa_heads import (
@@ -188,11 +187,10 @@ def test_the_bundled_heads_are_found_by_name_and_fit_the_demo_model_alone() -> N
     assert json.loads((folder / FACTS).read_text())["training"]["tokens_per_step"]["tree"] > 1.6
 
 
-def test_quantizing_leaves_a_model_the_same_target(tmp_path: Path) -> None:
+def test_quantizing_leaves_a_model_the_same_target(tmp_path: Path, quantized_draft: Callable[..., Path]) -> None:
     """Heads of the original serve its quantized forms; another model of the same shape is another target."""
-    quantize("demo-draft", "rtn-w4g64", tmp_path / "w4", quality_windows=0)
     own = Target.of(Checkpoint(model_folder("demo-draft")))
-    assert Target.of(Checkpoint(tmp_path / "w4")) == own
+    assert Target.of(Checkpoint(quantized_draft("rtn-w4g64"))) == own
     other = Path(shutil.copytree(model_folder("demo-draft"), tmp_path / "other"))
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] += 0.5
