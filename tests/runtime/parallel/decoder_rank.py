@@ -26,7 +26,7 @@ from quantkit.runtime.model.rope import rope_tables
 from quantkit.runtime.model.tensor_group import Group, OneRank, TorchGroup
 
 PAGE, PAGES = 16, 4  # tokens in a page, pages of a sequence
-TOKENS = 6  # in an answer
+TOKENS = 3  # in an answer
 CPU = torch.device("cpu")
 Step = Callable[[Batch], Tensor | None]
 

@@ -1,5 +1,7 @@
 """The GPU's kernels take parts of layers, in every format: under Triton's interpreter where there is no GPU."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -23,9 +25,21 @@ PARTS: dict[str, tuple[Index, Index]] = {
     "both": (slice(0, 128), slice(128, 384)),
 }
 
+LONG = (pytest.mark.long,)
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.name} {fmt.describe()}")
-@pytest.mark.parametrize("part", PARTS)
+
+def quick(part: str, fmt: Format) -> bool:
+    """Both cuts at once say little that each alone does not, and packed formats are slow to interpret."""
+    return part != "both" or takes(fmt) or fmt == FORMATS[0] or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("part", "fmt"),
+    [
+        pytest.param(part, fmt, id=f"{part}-{fmt.name} {fmt.describe()}", marks=() if quick(part, fmt) else LONG)
+        for part, fmt in product(PARTS, FORMATS)
+    ],
+)
 def test_parts_are_multiplied(part: str, fmt: Format) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)

@@ -58,11 +58,14 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def start(tiny_model: Path) -> Iterator[Callable[..., tuple[Engine, LocalWorkers]]]:
+def start(
+    tiny_model: Path, forked_workers: Callable[[], LocalWorkers]
+) -> Iterator[Callable[..., tuple[Engine, LocalWorkers]]]:
+    """`start(**options)`: an engine and its ranks, which are forked; `own=True` starts them as users do."""
     engines: list[Engine] = []
 
-    def start_one(**options: int) -> tuple[Engine, LocalWorkers]:
-        workers = LocalWorkers()
+    def start_one(own: bool = False, **options: int) -> tuple[Engine, LocalWorkers]:
+        workers = LocalWorkers() if own else forked_workers()
         engines.append(start_engine(tiny_model, EngineOptions(**SMALL | options), launcher=workers))
         return engines[-1], workers
 
@@ -72,18 +75,19 @@ def start(tiny_model: Path) -> Iterator[Callable[..., tuple[Engine, LocalWorkers
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank"),
+    ("layout", "rank", "own"),
     [
-        ({"tensor_parallel": 2}, 1),
-        pytest.param({"pipeline_parallel": 2}, 1, marks=pytest.mark.long),
-        ({"tensor_parallel": 2, "pipeline_parallel": 2}, 2),
+        ({"tensor_parallel": 2}, 1, True),
+        ({"pipeline_parallel": 2}, 1, False),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, 2, False),
+        pytest.param({"tensor_parallel": 2, "pipeline_parallel": 2}, 2, True, marks=pytest.mark.long),
     ],
     ids=str,
 )
 def test_a_killed_rank_ends_the_engine(
-    layout: dict[str, int], rank: int, start: Callable[..., tuple[Engine, LocalWorkers]]
+    layout: dict[str, int], rank: int, own: bool, start: Callable[..., tuple[Engine, LocalWorkers]]
 ) -> None:
-    engine, workers = start(**layout)
+    engine, workers = start(own, **layout)
     for _ in range(3):
         engine.add([5, 6, 7], LONG)
     for _ in range(4):
@@ -146,14 +150,14 @@ def test_an_interrupted_step_ends_the_other_ranks(
 
 
 def test_closing_an_engine_ends_its_ranks(start: Callable[..., tuple[Engine, LocalWorkers]]) -> None:
-    engine, workers = start(tensor_parallel=2)
+    engine, workers = start(own=True, tensor_parallel=2)
     engine.close()
     assert not any(map(alive, workers.pids.values()))
     engine.close()
 
 
-def test_forgetting_an_engine_ends_its_ranks(tiny_model: Path) -> None:
-    workers = LocalWorkers()
+def test_forgetting_an_engine_ends_its_ranks(tiny_model: Path, forked_workers: Callable[[], LocalWorkers]) -> None:
+    workers = forked_workers()
     engine = start_engine(tiny_model, EngineOptions(**SMALL, pipeline_parallel=2), launcher=workers)
     engine.add([5, 6, 7], LONG)
     engine.step()
@@ -185,7 +189,13 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("how", "stages"), [("killed", 2), ("ends", 1), pytest.param("ends", 2, marks=pytest.mark.long)]
+    ("how", "stages"),
+    [
+        ("killed", 1),
+        ("ends", 1),
+        pytest.param("killed", 2, marks=pytest.mark.long),
+        pytest.param("ends", 2, marks=pytest.mark.long),
+    ],
 )
 def test_ranks_go_when_rank_0_goes(how: str, stages: int, tiny_model: Path) -> None:
     """Killed in the middle of a step, or at the end of its program, which closed nothing."""
@@ -205,6 +215,36 @@ def test_ranks_go_when_rank_0_goes(how: str, stages: int, tiny_model: Path) -> N
     wait_until(lambda: not any(map(alive, pids)), SECONDS)
 
 
+async def lose_a_rank(client: EngineClient) -> list[int]:
+    """Kills one amid an answer; returns the processes of the engine."""
+    assert client.pid is not None
+    first, ranks = client.pid, children(client.pid)
+    assert len(ranks) == 1
+    answering = client.submit([5, 6, 7], LONG)
+    os.kill(ranks[0], signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        async for _ in answering:
+            pass
+    return [first, *ranks]
+
+
+def test_a_server_sees_that_a_rank_died(tiny_model: Path) -> None:
+    """The engine process goes with its ranks. `test_engine_client.py` has what follows: another one is started."""
+
+    async def run() -> None:
+        client = EngineClient(str(tiny_model), SMALL | {"tensor_parallel": 2})
+        await client.start()
+        try:
+            lost = await lose_a_rank(client)
+            assert not client.ready
+        finally:
+            await client.close()
+        wait_until(lambda: not any(map(alive, lost)), SECONDS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
 def test_the_server_starts_another_engine(tiny_model: Path) -> None:
     """As after any death of the engine process; the ranks of the first one are gone by then."""
 
@@ -212,21 +252,15 @@ def test_the_server_starts_another_engine(tiny_model: Path) -> None:
         client = EngineClient(str(tiny_model), SMALL | {"tensor_parallel": 2})
         await client.start()
         try:
-            assert client.pid is not None
-            first, ranks = client.pid, children(client.pid)
-            assert len(ranks) == 1
-            answering = client.submit([5, 6, 7], LONG)
-            os.kill(ranks[0], signal.SIGKILL)
-            with pytest.raises(EngineDied):
-                async for _ in answering:
-                    pass
+            lost = await lose_a_rank(client)
             end = time.monotonic() + 60
             while not client.ready:
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
             assert client.restarts == 1
-            assert client.pid != first
-            assert not any(map(alive, (first, *ranks)))
+            assert client.pid is not None
+            assert client.pid != lost[0]
+            assert not any(map(alive, lost))
             second = client.submit([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
             assert len([delta async for delta in second]) == 2
             ranks = children(client.pid)

@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,15 @@ def in_threads(
         return list(pool.map(run, range(tensor))), groups, parts
 
 
+@cache
+def alone(folder: Path, vocab: int) -> Any:
+    """The answer of one process, which several layouts are compared with."""
+    return rank_of.alone(folder, rank_of.prompts_below(vocab))[0]
+
+
 def assert_as_alone(folder: Path, tensor: int, pipeline: int = 1, vocab: int = 112) -> tuple[list[ThreadGroup], Any]:
     prompts = rank_of.prompts_below(vocab)
-    expected, _ = rank_of.alone(folder, prompts)
+    expected = alone(folder, vocab)
     found, groups, parts = in_threads(folder, tensor, pipeline, prompts)
     assert expected.logits.std() > 0.01
     for answer in found:
@@ -128,9 +135,18 @@ def test_every_family(family: str, tensor: int, pipeline: int, family_model: Cal
     assert_as_alone(family_model(family), tensor, pipeline)
 
 
-@pytest.mark.parametrize("family", ["phi3", "qwen2"])
-@pytest.mark.parametrize("recipe", ["rtn-w4g32", "rtn-w4g128-ct", "fp8", "rtn-w8a8"])
-def test_quantized_families(recipe: str, family: str, family_model: Callable[[str], Path], tmp_path: Path) -> None:
+QUICK_FAMILIES = {("phi3", "rtn-w4g32"), ("phi3", "rtn-w4g128-ct"), ("phi3", "fp8"), ("qwen2", "rtn-w4g32")}
+QUICK_FAMILIES |= {("qwen2", "rtn-w8a8")}
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        pytest.param(*case, marks=() if case in QUICK_FAMILIES else pytest.mark.long)
+        for case in product(("phi3", "qwen2"), ("rtn-w4g32", "rtn-w4g128-ct", "fp8", "rtn-w8a8"))
+    ],
+)
+def test_quantized_families(family: str, recipe: str, family_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Fused layers whose parts do not end where words end; biases beside quantized weights."""
     options = ("format.group_size=16",) if recipe.startswith("rtn-w4") else ()
     quantkit.quantize(family_model(family), load_recipe(recipe, options), tmp_path / "out", quality_windows=0)
@@ -140,10 +156,16 @@ def test_quantized_families(recipe: str, family: str, family_model: Callable[[st
 SMALL_GROUPS = dict.fromkeys(("rtn-w4g64", "rtn-w4g128-asym", "rtn-w8", "rtn-w4g128-ct"), ("format.group_size=32",))
 SMALL_GROUPS |= dict.fromkeys(("nf4", "nf4-plain", "fp4"), ("format.block=32",))
 ROUNDED = ("fp8", "rtn-w8a8", "llm-int8")
+IN_TWO = ("rtn-w4g64", "nf4", "fp8")  # one of each kind; the others are long
 
 
-@pytest.mark.parametrize("recipe", [*SMALL_GROUPS, *ROUNDED])
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize(
+    ("recipe", "tensor"),
+    [
+        pytest.param(recipe, tensor, marks=() if tensor == 4 or recipe in IN_TWO else pytest.mark.long)
+        for recipe, tensor in product((*SMALL_GROUPS, *ROUNDED), (2, 4))
+    ],
+)
 def test_every_kind_of_format(recipe: str, tensor: int, quantized_tiny: Callable[..., Path]) -> None:
     """Heads of their own here; four ranks have two KV heads. One exchange for attention and one for the MLP, or two
     where all inputs of a token are rounded together."""
@@ -153,12 +175,36 @@ def test_every_kind_of_format(recipe: str, tensor: int, quantized_tiny: Callable
     assert groups[0].calls == ["sum", *[*exchanges, *exchanges] * layers, "gather"] * rank_of.TOKENS
 
 
-def test_act_order_needs_no_exchange_of_its_own(quantized_draft: Callable[..., Path]) -> None:
+def scattered(folder: Path, copy: Path) -> Path:
+    """The same codes, where the inputs of the layers that are cut by inputs have other groups, as act order leaves
+    them."""
+    shutil.copytree(folder, copy)
+    (file,) = copy.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("down_proj.g_idx", "o_proj.g_idx"))]:
+        order = torch.randperm(len(tensors[name]), generator=torch.Generator().manual_seed(0))
+        tensors[name] = tensors[name][order]
+    save_file(tensors, file)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def test_act_order_needs_no_exchange_of_its_own(quantized_tiny: Callable[..., Path], tmp_path: Path) -> None:
+    assert_cut_by_groups(scattered(quantized_tiny("rtn-w4g64", "format.group_size=32"), tmp_path / "model"), vocab=512)
+
+
+@pytest.mark.long
+def test_the_order_of_gptq(quantized_draft: Callable[..., Path]) -> None:
+    assert_cut_by_groups(quantized_draft("gptq-w4g32", *ACT_ORDER), vocab=4096)
+
+
+def assert_cut_by_groups(folder: Path, vocab: int) -> None:
     """An MLP's channels are cut by the groups of down; only the attention output is gathered."""
-    folder = quantized_draft("gptq-w4g32", *ACT_ORDER)
     checkpoint = Checkpoint(folder)
     assert checkpoint.scattered_groups("model.layers.0.mlp.down_proj") is not None
-    groups, parts = assert_as_alone(folder, 2, vocab=4096)
+    groups, parts = assert_as_alone(folder, 2, vocab=vocab)
     layers = checkpoint.config["num_hidden_layers"]
     assert groups[0].calls == ["sum", *["gather", "gather", "sum"] * layers, "gather"] * rank_of.TOKENS
     assert all(weight.order is None for part in parts for block in part.weights.blocks for weight in block.down.weights)
@@ -207,9 +253,8 @@ def with_head(model: Path, folder: Path, vocab: int, tied: bool) -> Path:
     return folder
 
 
-def test_quantized_head(tiny_model: Path, tmp_path: Path) -> None:
-    recipe = load_recipe("rtn-w4g64", ("format.group_size=32",))
-    quantkit.quantize(tiny_model, recipe, tmp_path / "out", quality_windows=0)
+def test_quantized_head(quantized_tiny: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(quantized_tiny("rtn-w4g64", "format.group_size=32"), tmp_path / "out")
     (file,) = (tmp_path / "out").glob("*.safetensors")
     tensors = load_file(file)
     parts = Gptq(group_size=32).encode(tensors.pop("lm_head.weight").float())

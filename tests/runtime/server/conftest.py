@@ -1,4 +1,4 @@
-"""Real servers with the bundled model, on free ports: one event loop in a thread, real engine processes; or, for what
+"""Real servers with a bundled model, on free ports: one event loop in a thread, real engine processes; or, for what
 concerns the whole program, `quantkit serve` as a process.
 
 Servers that differ only in what the API does (keys, limits, names) share an engine; other engine options start another.
@@ -34,7 +34,8 @@ from quantkit.runtime.server.models.served_model import make_served_model
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.sources import model_folder
 
-SMALL: dict[str, Any] = {"model": "demo", "device": "cpu", "max_context": 512, "kv_tokens": 4096}
+SMALL: dict[str, Any] = {"model": "demo-draft", "served_model_name": ["demo"], "device": "cpu"}
+SMALL |= {"max_context": 512, "kv_tokens": 4096}
 KEY = "test-key-0123456789"
 PATIENCE = 60.0  # seconds; a busy machine with two cores loads slowly
 
@@ -109,7 +110,7 @@ class _Thread:
         self._thread.start()
         self._engines: dict[str, EngineClient] = {}
         self._servers: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
-        self._tokenizer = load_tokenizer(model_folder("demo"))
+        self._tokenizer = load_tokenizer(model_folder(SMALL["model"]))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
@@ -150,7 +151,8 @@ class _Thread:
 
 @pytest.fixture(scope="session")
 def start_server() -> Iterator[Callable[..., LiveServer]]:
-    """`start_server(**settings)`: another server with the bundled model; fields of `ServerSettings` as keywords.
+    """`start_server(**settings)`: another server, by default with the smaller bundled model under the name of the
+    larger; fields of `ServerSettings` as keywords.
 
     `also`, of the same kind, is a second model of that server, which must have the same tokenizer.
     """

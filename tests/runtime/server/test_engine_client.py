@@ -25,18 +25,14 @@ pytestmark = pytest.mark.xdist_group("engine-process")
 
 @pytest.fixture(scope="module")
 def with_engine() -> Iterator[Callable[[Use], Any]]:
-    """`with_engine(use)` runs something with a real engine process, the same for all tests; it is gone afterwards."""
+    """`with_engine(use)` runs something with a real engine process, the same for all tests."""
     with asyncio.Runner() as runner:
         client = EngineClient("demo-draft", {"device": "cpu", "max_context": 256})
         runner.run(client.start())
         try:
             yield lambda use: runner.run(use(client))
         finally:
-            pid = client.pid
-            runner.run(client.close())
-            assert pid is not None
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+            runner.run(client.close())  # once more, where a test has closed it
 
 
 async def tokens_of(client: EngineClient, params: SamplingParams) -> list[list[int | None]]:
@@ -182,26 +178,32 @@ asyncio.run(main())
     pytest.fail("the engine process lives on")
 
 
-def test_closing_waits_for_open_requests() -> None:
-    async def run() -> int:
-        client = EngineClient("demo-draft", {"device": "cpu", "max_context": 256})
-        await client.start()
+def test_closing_waits_for_open_requests(with_engine: Callable[[Use], Any]) -> None:
+    """The last test of the common process, which is gone afterwards."""
+
+    async def use(client: EngineClient) -> int:
+        pid = client.pid
+        assert pid is not None
         answer = asyncio.create_task(tokens_of(client, SamplingParams(max_tokens=60, ignore_eos=True)))
         await asyncio.sleep(0.05)
         await client.close(drain_seconds=30)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
         return len((await answer)[0])
 
-    assert asyncio.run(run()) == 60
+    assert with_engine(use) == 60
 
 
-def test_a_model_that_cannot_start() -> None:
-    async def run(options: dict[str, Any], model: str = "demo") -> None:
-        await EngineClient(model, options).start()
-
-    with pytest.raises(InputError, match="no model at 'nowhere'"):
-        asyncio.run(run({}, "nowhere"))
-    with pytest.raises(InputError, match="does not fit"):
-        asyncio.run(run({"device": "cpu", "kv_tokens": 10**12}))
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("demo-draft", {"device": "cpu", "kv_tokens": 10**12}, "does not fit"),
+        pytest.param("nowhere", {}, "no model at 'nowhere'", marks=pytest.mark.long),
+    ],
+)
+def test_a_model_that_cannot_start(model: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        asyncio.run(EngineClient(model, options).start())
 
 
 def test_a_process_that_dies_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ def test_clients_see_an_error_and_service_resumes(start_server: Callable[..., An
     assert server.ask("GET", "/ready").status == 200
     os.kill(server.engine.pid, signal.SIGKILL)
     killed = time.monotonic()
-    with pytest.raises(openai.APIError, match="engine"):
+    with pytest.raises(openai.APIError, match="engine") as seen:
         list(stream)
+    assert seen.value.code == "engine_unavailable"
     assert time.monotonic() - killed < 5
     assert server.ask("GET", "/ready").status == 503
     assert server.ask("GET", "/health").status == 200

@@ -116,13 +116,33 @@ def test_the_plan_of_real_models() -> None:
     assert lines[3].startswith("may be used: ")
 
 
-def test_a_process_of_its_own_makes_the_same_plan_and_the_same_errors() -> None:
-    both = [wanted("a", "demo", kv_tokens=512), wanted("b", "demo-draft", kv_tokens=256)]
-    here, there = make_plan(both), asyncio.run(plan_engines(both))
+BOTH = [wanted("a", "demo", kv_tokens=512), wanted("b", "demo-draft", kv_tokens=256)]
+
+
+def test_a_process_of_its_own_makes_the_same_plan() -> None:
+    here, there = make_plan(BOTH), asyncio.run(plan_engines(BOTH))
     for one, other in zip(here, there, strict=True):
         assert (one.name, one.total, one.kv_tokens) == (other.name, other.total, other.kv_tokens)
-    with pytest.raises(InputError, match="model 'b': no model at 'nowhere'"):
-        asyncio.run(plan_engines([both[0], wanted("b", "nowhere")]))
+
+
+WRONG = [
+    (wanted("b", "nowhere"), "model 'b': no model at 'nowhere'"),
+    (wanted("b", "demo-draft", max_context=1_000_000), "model 'b': max_context is 1000000"),
+]
+
+
+@pytest.mark.parametrize(("other", "words"), WRONG)
+def test_errors_say_which_model_it_is(other: EngineSpec, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make_plan([BOTH[0], other])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("other", "words"), WRONG)
+def test_a_process_of_its_own_makes_the_same_errors(other: EngineSpec, words: str) -> None:
+    """`test_model_list.py` has one of them in every run."""
+    with pytest.raises(InputError, match=words):
+        asyncio.run(plan_engines([BOTH[0], other]))
 
 
 def test_ranks_are_for_a_single_model() -> None:

@@ -112,7 +112,11 @@ def test_wrong_files_are_refused_in_one_line(config: Callable[[str], Path], text
     [
         (("a=demo", "b=no-such-folder"), ("no model at 'no-such-folder'",)),
         (("a=demo", "a=demo"), ("the name 'a' is given twice",)),
-        (("a=demo", "b=demo-draft", "--max-context", "1000000"), ("model 'a': max_context is 1000000",)),
+        pytest.param(
+            ("a=demo", "b=demo-draft", "--max-context", "1000000"),
+            ("model 'a': max_context is 1000000",),
+            marks=pytest.mark.long,  # `test_memory_split.py` makes the plan in its own process
+        ),
         (
             ("a=demo", "b=demo-draft", "--kv-tokens", "900000000"),
             ("the models do not fit together on cpu: a ", "weights 60.84 MB", ", b ", "may be used", "--kv-tokens"),

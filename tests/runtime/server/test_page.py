@@ -23,6 +23,7 @@ PHONE = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
 LONG = "Tell me about lists, in many words."  # what the bundled model says to it greedily does not end by itself
 
 Browser = webdriver.Chrome
+WATCHED = {"model": "demo"}  # the larger model: its answers take long enough to be watched
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,10 @@ def chrome() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(chrome: Browser, live_server: Any) -> Iterator[Browser]:
+def page(chrome: Browser, start_server: Callable[..., Any]) -> Iterator[Browser]:
     """The page as a new visitor gets it, who prefers light; nothing may have gone wrong in it at the end."""
     prefer(chrome, "light")
-    chrome.get(live_server.base_url)
+    chrome.get(start_server(**WATCHED).base_url)
     chrome.execute_script("localStorage.clear(); sessionStorage.clear()")
     chrome.refresh()
     eventually(chrome, lambda: one(chrome, "#state-dot").get_attribute("class") == "dot good")
@@ -129,7 +130,7 @@ def test_guesses_are_shown_where_there_are_any(page: Browser, start_server: Call
     names = ("#guesses-right", "#tokens-per-step")
     eventually(page, lambda: one(page, "#running").text == "0")
     assert not any(one(page, name).is_displayed() for name in names)
-    page.get(start_server(speculative="draft=demo-draft,k=3,adaptive=off").base_url)
+    page.get(start_server(**WATCHED, speculative="draft=demo-draft,k=3,adaptive=off").base_url)
     eventually(page, lambda: all(one(page, name).is_displayed() for name in names))
     ask_long(page, tokens=48)
     eventually(page, lambda: one(page, "#guesses-right").text.endswith(" %"))
@@ -138,7 +139,7 @@ def test_guesses_are_shown_where_there_are_any(page: Browser, start_server: Call
 
 def test_of_several_models_one_is_chosen(page: Browser, start_server: Callable[..., Any]) -> None:
     assert not one(page, "#model").is_displayed()
-    server = start_server(also={"model": "demo-draft", "served_model_name": ["small"]})
+    server = start_server(**WATCHED, also={"model": "demo-draft", "served_model_name": ["small"]})
     page.get(server.base_url)
     eventually(page, lambda: one(page, "#model").is_displayed())
     one(page, "#model").send_keys("small")
@@ -198,7 +199,7 @@ def test_what_the_server_refuses_is_said_in_words(page: Browser) -> None:
 
 
 def test_a_wrong_key_is_said_and_the_right_one_works(page: Browser, start_server: Callable[..., Any]) -> None:
-    page.get(start_server(api_keys=(ApiKey.of("visitor", "right-key"),)).base_url)
+    page.get(start_server(**WATCHED, api_keys=(ApiKey.of("visitor", "right-key"),)).base_url)
     set_field(page, "#key", "wrong-key")
     set_field(page, "#max_tokens", "3")
     send(page, "Hello")

@@ -119,9 +119,25 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(serving: Serving) -> 
             ]
 
 
-def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(serving: Serving) -> None:
-    with serving("demo-draft", "--device", "cpu", "--port", "0", "--max-context", "1000000") as served:
-        assert served.end() in (1, 2)
-        assert served.err[-1].startswith("quantkit: ")
-        assert all("Traceback" not in line for line in served.err)
-        assert served.out == []
+IMPOSSIBLE = ("demo-draft", "--device", "cpu", "--port", "0", "--max-context", "1000000")
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(
+    run_cli: Callable[..., tuple[int, str, str]],
+) -> None:
+    """The engine is a process here, the server is not."""
+    code, out, err = run_cli("serve", *IMPOSSIBLE)
+    _check_reason(code, out, err.splitlines())
+
+
+@pytest.mark.long
+def test_a_server_process_ends_with_the_reason_of_its_engine(serving: Serving) -> None:
+    with serving(*IMPOSSIBLE) as served:
+        _check_reason(served.end(), "".join(served.out), served.err)
+
+
+def _check_reason(code: int, out: str, err: list[str]) -> None:
+    assert code in (1, 2)
+    assert err[-1].startswith("quantkit: ")
+    assert all("Traceback" not in line for line in err)
+    assert out == ""

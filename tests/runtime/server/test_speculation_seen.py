@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -21,8 +22,8 @@ GREEDY: dict[str, Any] = {"model": "demo", "max_tokens": 24, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Any]) -> Any:
-    return start_server(speculative="draft=demo-draft,k=3,adaptive=off")
+def server(start_server: Callable[..., Any], noisy_draft: Path) -> Any:
+    return start_server(speculative=f"draft={noisy_draft},k=3,adaptive=off")
 
 
 @pytest.fixture(scope="module")
