@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import sys
 import time
@@ -23,7 +22,6 @@ from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.token_output import TokenOutput
 from quantkit.runtime.engine.engine import check_request
 from quantkit.runtime.server.engine_process.pending import EngineDied, PendingRequest
-from quantkit.runtime.server.logs import log_event
 
 if TYPE_CHECKING:
     from quantkit.runtime.sampling.structured_output import GuideSpec
@@ -77,7 +75,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.restarts = 0
-        self.faults = 0  # steps that failed without the engine's end
+        self.faults: list[dict[str, Any]] = []  # steps that failed without the engine's end: why, answers that ended
         self.ready = False
         self._model = model
         self._options = options
@@ -225,8 +223,7 @@ class EngineClient:
                 pending.prompt_logprobs = found["logprobs"]
                 pending.prompt_top_logprobs = [[(token, value) for token, value in row] for row in found["top"]]
         elif "fault" in message:
-            self.faults += 1
-            log_event("a step of the engine failed; the others go on", level=logging.ERROR, **message["fault"])
+            self.faults.append(message["fault"])
         elif "refused" in message:
             pending = self._open.pop(message["refused"], None)
             if pending is not None:

@@ -63,10 +63,12 @@ class ModelEngines:
         await self.client.close()
 
     async def watch(self) -> None:
-        """Tells the log when the engine process died, and when another one answers."""
+        """Tells the log when a step failed, when the engine process died, and when another one answers."""
         known = 0
         while True:
             await asyncio.sleep(WATCH_SECONDS)
+            while self.client.faults:
+                log_event("a step failed", level=logging.ERROR, model=self.name, **self.client.faults.pop(0))
             if self.client.restarts > known:
                 known = self.client.restarts
                 told: dict[str, Any] = {"model": self.name, "restarts": known}
