@@ -17,6 +17,7 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.stages import Fold, Group, Part, Stage, dense_stages
 
 Config = Mapping[str, Any]  # the contents of config.json
+MOST_LAYERS = 10_000  # a file that says more would make lists that no memory holds
 _LLAMA = dense_stages()
 
 
@@ -62,7 +63,7 @@ class Family:
 
     def linears_by_stage(self, config: Config) -> list[list[Group]]:
         """The linears of every stage of every layer by full module names, in forward order."""
-        layers = range(_size(config, "num_hidden_layers"))
+        layers = range(_size(config, "num_hidden_layers", MOST_LAYERS))
         return [[self.modules(layer, stage) for stage in self.stages(layer, config)] for layer in layers]
 
     def linear_groups(self, config: Config) -> list[Group]:
@@ -204,8 +205,10 @@ def _heads(config: Config) -> int:
     return _size(config, "num_attention_heads")
 
 
-def _size(config: Config, key: str) -> int:
+def _size(config: Config, key: str, most: int | None = None) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json: '{key}' is {value!r}, but must be a positive whole number")
+    if most is not None and value > most:
+        raise InputError(f"config.json: '{key}' is {value}, but no model has more than {most:,}")
     return value

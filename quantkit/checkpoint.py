@@ -200,6 +200,9 @@ def _weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(folder / INDEX, "").get("weight_map")
         if not isinstance(weight_map, dict):
             raise StorageError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
+        for name in weight_map.values():
+            if not isinstance(name, str) or name != Path(name).name:  # an absolute one, or one with ".." in it
+                raise StorageError(f"{folder / INDEX} names {name!r}, which is no file of this folder; do not trust it")
         return [folder / name for name in sorted(set(weight_map.values()))]
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))

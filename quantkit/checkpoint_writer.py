@@ -25,7 +25,7 @@ from torch import Tensor
 from quantkit.checkpoint import INDEX
 from quantkit.defaults import SHARD_BYTES
 from quantkit.errors import InputError, StorageError
-from quantkit.storage import NOTHING_KEPT, storage_errors, sync
+from quantkit.storage import NOTHING_KEPT, FolderLock, storage_errors, sync
 
 
 class CheckpointWriter:
@@ -43,6 +43,8 @@ class CheckpointWriter:
         """`when_full` ends the message about a full disk: what is kept, and what to do."""
         self.output = Path(output).absolute()
         self.partial = self.output.with_name(f".{self.output.name}.partial")
+        self._locked = self.output.with_name(f".{self.output.name}.writing")
+        self._lock: FolderLock | None = None
         self._overwrite = overwrite
         self._shard_bytes = shard_bytes
         self._when_full = when_full
@@ -55,6 +57,7 @@ class CheckpointWriter:
 
     def __enter__(self) -> CheckpointWriter:
         with self._storage_errors():
+            self._lock = FolderLock(self._locked, f"{self.output} is being written")
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
         return self
@@ -63,6 +66,8 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.remove_folder()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes one tensor; writes a shard when enough have come together."""

@@ -36,7 +36,7 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     heads = _count(file, "attention.head_count")
     kv_heads = _count(file, "attention.head_count_kv", heads)
     head_dim = _head_dim(file, heads, kv_heads)
-    layers = _count(file, "block_count")
+    layers = _layers(file)
     rope = rope_parameters(file, head_dim)
     config = {
         "architectures": [family.architecture],
@@ -101,6 +101,16 @@ def _count(file: GgufFile, name: str, default: int | None = None) -> int:
     if not values or len(set(values)) > 1 or not isinstance(values[0], int) or values[0] < 1:
         raise InputError(f"{file.path}: '{key}' must be one positive number for all layers, not {values}")
     return values[0]
+
+
+def _layers(file: GgufFile) -> int:
+    """As many as there are tensors for: whatever the number says, it costs nothing."""
+    layers = _count(file, "block_count")
+    found = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
+    if layers != found:
+        key = f"{file.architecture}.block_count"
+        raise InputError(f"{file.path}: '{key}' is {layers}, but there are tensors of {found} layers; get it again")
+    return layers
 
 
 def _matrix(file: GgufFile, name: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantkit.arch import family_of
 from quantkit.checkpoint import INDEX, Checkpoint
 from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.errors import InputError, QuantkitError, StorageError
@@ -112,3 +113,36 @@ def test_legacy_gptq_file_name(tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "old")
     (tmp_path / "old" / "model.safetensors").rename(tmp_path / "old" / "gptq_model-4bit-128g.safetensors")
     assert Checkpoint(tmp_path / "old").tensors.keys() == Checkpoint(tiny_model).tensors.keys()
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors", "..", "", 7])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path, name: object) -> None:
+    """Else a checkpoint from a stranger would bring other files of this machine into what is served."""
+    write(tmp_path / "secret", {"t0": torch.ones(3)})
+    (tmp_path / "secret" / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    write(tmp_path / "out", {f"t{i}": torch.randn(10, 10) for i in range(5)}, shard_bytes=900)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    index["weight_map"]["t0"] = name
+    (tmp_path / "out" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(StorageError, match="which is no file of this folder"):
+        Checkpoint(tmp_path / "out")
+
+
+def test_two_writers_of_one_folder(tmp_path: Path) -> None:
+    """The second is refused, the first goes on undisturbed, and afterwards another may write."""
+    with CheckpointWriter(tmp_path / "out") as first:
+        first.add("t0", torch.ones(3))
+        with pytest.raises(InputError, match="is being written: process"), CheckpointWriter(tmp_path / "out"):
+            pass
+        first.add_json("config.json", {"model_type": "llama", "dtype": "float32"})
+        first.finish()
+    assert Checkpoint(tmp_path / "out").tensor("t0").tolist() == [1, 1, 1]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    write(tmp_path / "out", {"t1": torch.ones(3)}, overwrite=True)
+    assert list(Checkpoint(tmp_path / "out").tensors) == ["t1"]
+
+
+def test_more_layers_than_any_model_has(tiny_model: Path) -> None:
+    config = Checkpoint(tiny_model).config | {"num_hidden_layers": 4_294_967_295}
+    with pytest.raises(InputError, match="no model has more than 10,000"):
+        family_of(config).linears(config)

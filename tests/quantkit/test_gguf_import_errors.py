@@ -130,6 +130,7 @@ def test_other_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("llama.attention.head_count", 99, "do not fit together"),
         ("llama.attention.head_count_kv", 3, "do not fit together"),
         ("llama.block_count", "one", "expected int"),
+        ("llama.block_count", 4_294_967_295, "tensors of 1 layers"),
         ("llama.feed_forward_length", 96, "blk.0.ffn_gate.weight has shape [64, 32]"),
         ("tokenizer.ggml.bos_token_id", 70, "tokenizer.ggml.bos_token_id"),
         ("tokenizer.ggml.pre", "unheard-of", "'unheard-of'"),
