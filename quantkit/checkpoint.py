@@ -201,7 +201,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict):
             raise StorageError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
         for name in weight_map.values():
-            if not isinstance(name, str) or name != Path(name).name:  # an absolute one, or one with ".." in it
+            if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
                 raise StorageError(f"{folder / INDEX} names {name!r}, which is no file of this folder; do not trust it")
         return [folder / name for name in sorted(set(weight_map.values()))]
     single = folder / "model.safetensors"
