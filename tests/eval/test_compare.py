@@ -152,7 +152,8 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quantized format is measured in a process of its own, which tells how far it is."""
-    begin_process, told = compare_run._run_process, []
+    begin_process = compare_run._run_process
+    told: list[tuple[str, str]] = []
 
     def measure(job: Job, on_part: compare_run.OnPart) -> str:
         if job.entry.kind == "baseline":
