@@ -1,4 +1,7 @@
-"""kill -9 of the engine process, seen from outside: errors at once, not ready, then everything as before."""
+"""kill -9 of the engine process, seen from outside: errors at once, not ready, then everything as before.
+
+Long, since `test_several_models.py` kills one of its engines in every run.
+"""
 
 import os
 import signal
@@ -10,6 +13,7 @@ import openai
 import pytest
 
 
+@pytest.mark.long
 def test_clients_see_an_error_and_service_resumes(start_server: Callable[..., Any]) -> None:
     server = start_server(max_context=400)  # an engine of its own, which no other test misses
     client = server.openai()

@@ -119,6 +119,7 @@ def test_the_plan_of_real_models() -> None:
 BOTH = [wanted("a", "demo", kv_tokens=512), wanted("b", "demo-draft", kv_tokens=256)]
 
 
+@pytest.mark.long  # the server of `test_several_models.py` obeys such a plan in every run
 def test_a_process_of_its_own_makes_the_same_plan() -> None:
     here, there = make_plan(BOTH), asyncio.run(plan_engines(BOTH))
     for one, other in zip(here, there, strict=True):

@@ -30,18 +30,17 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_server_from_its_file_to_its_graceful_end(serving: Serving, tmp_path: Path) -> None:
-    config = tmp_path / "server.yaml"
-    config.write_text("model: demo-draft\nserved_model_name: [small]\ndevice: cpu\nport: 0\nvllm_metric_names: true\n")
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "server.yaml"
+    file.write_text("model: demo-draft\nserved_model_name: [small]\ndevice: cpu\nport: 0\nvllm_metric_names: true\n")
+    return file
+
+
+@pytest.mark.long  # in every run, the server of `test_several_models.py` comes to its graceful end
+def test_a_server_from_its_file_to_its_graceful_end(serving: Serving, config: Path) -> None:
     with serving("--config", str(config)) as served:
-        assert served.ask("GET", "/ready")[0] == 200
-        status, headers, text = served.ask("POST", "/v1/chat/completions", CHAT | {"max_tokens": 4})
-        assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 4)
-        assert served.ask("POST", "/v1/chat/completions", CHAT, key="not-a-known-key-at-all")[0] == 401
-        metrics = served.ask("GET", "/metrics")[2]
-        assert 'quantkit:request_success_total{finished_reason="length",model_name="small"} 1.0' in metrics
-        assert 'vllm:generation_tokens_total{model_name="small"} 4.0' in metrics
-        assert 'quantkit:request_refused_total{model_name="small",status="401"} 1.0' in metrics
+        request_id = _answers_and_counts(served)
         (engine,) = served.children
 
         with served.connection() as connection:
@@ -55,7 +54,21 @@ def test_a_server_from_its_file_to_its_graceful_end(serving: Serving, tmp_path: 
         assert answer.rstrip().endswith("data: [DONE]")
         assert served.end() == 0
         assert gone(engine)
-        _check_log(served, headers["x-request-id"])
+        _check_log(served, request_id)
+        assert served.events()[-1]["message"] == "stopped"
+
+
+def _answers_and_counts(served: Any) -> str:
+    """Returns the id of the request that was answered."""
+    assert served.ask("GET", "/ready")[0] == 200
+    status, headers, text = served.ask("POST", "/v1/chat/completions", CHAT | {"max_tokens": 4})
+    assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 4)
+    assert served.ask("POST", "/v1/chat/completions", CHAT, key="not-a-known-key-at-all")[0] == 401
+    metrics = served.ask("GET", "/metrics")[2]
+    assert 'quantkit:request_success_total{finished_reason="length",model_name="small"} 1.0' in metrics
+    assert 'vllm:generation_tokens_total{model_name="small"} 4.0' in metrics
+    assert 'quantkit:request_refused_total{model_name="small",status="401"} 1.0' in metrics
+    return str(headers["x-request-id"])
 
 
 def _refuses_new_requests(served: Any) -> None:
@@ -73,17 +86,16 @@ def _check_log(served: Any, request_id: str) -> None:
     (first,) = [event for event in requests if event["request_id"] == request_id]
     assert (first["status"], first["generated_tokens"], first["key_name"]) == (200, 4, "tester")
     assert [event["open_requests"] for event in events if event["message"] == "draining"] == [1]
-    assert events[-1]["message"] == "stopped"
     printed = "".join(served.err)
     assert served.key not in printed
     assert "What is a list" not in printed
 
 
-def test_a_second_signal_ends_at_once(serving: Serving) -> None:
+def test_a_server_from_its_file_to_a_second_signal_that_ends_it_at_once(serving: Serving, config: Path) -> None:
     """As Ctrl-C does it: the signal goes to all processes of the terminal. With a shadow there are three."""
-    flags = ("--served-model-name", "small", "--device", "cpu", "--port", "0", "--shadow", "demo-draft")
-    with serving("demo-draft", *flags) as served:
+    with serving("--config", str(config), "--shadow", "demo-draft") as served:
         assert 'quantkit:shadow{model_name="small",number="compared"} 0.0' in served.ask("GET", "/metrics")[2]
+        request_id = _answers_and_counts(served)
         with served.connection() as connection:
             response = served.send(connection, "POST", "/v1/chat/completions", LONG | {"max_tokens": 1500})
             assert response.readline().startswith(b"data: ")
@@ -93,11 +105,13 @@ def test_a_second_signal_ends_at_once(serving: Serving) -> None:
             served.wait_for('"draining"', served.err)
             assert response.readline() == b"\n"
             assert response.readline().startswith(b"data: "), "the engine works on"
+            _refuses_new_requests(served)
             os.killpg(served.process.pid, signal.SIGINT)
             begin = time.monotonic()
             assert served.end() == 1
             assert time.monotonic() - begin < 3
         assert all(gone(engine) for engine in engines)
+        _check_log(served, request_id)
 
 
 def test_a_signal_while_loading_ends_the_server(serving: Serving) -> None:

@@ -157,8 +157,12 @@ def test_one_that_dies_leaves_the_others_alone(
     )
     next(iter(stream))
     os.kill(served.children[0], signal.SIGKILL)  # engines are started in the order of the models
-    with pytest.raises(openai.APIError, match="engine"):
+    with pytest.raises(openai.APIError, match="engine") as seen:
         list(stream)
+    assert seen.value.code == "engine_unavailable"
+    refused = served.ask("POST", "/v1/completions", {"model": "large", "prompt": "A"})
+    assert refused[0] == 503
+    assert refused[1]["Retry-After"]
     with pytest.raises(openai.InternalServerError, match="not ready"):
         say(client, "large", PROMPTS[0])
     states = json.loads(served.ask("GET", "/health")[2])
@@ -172,6 +176,7 @@ def test_one_that_dies_leaves_the_others_alone(
         time.sleep(0.1)
     assert say(client, "large", PROMPTS[0]) == alone["large", PROMPTS[0]]
     assert samples(served, "quantkit:engine_restarts_total") == {"large": 1, "small": 0, "packed": 0}
+    assert json.loads(served.ask("GET", "/page/status?model=large")[2])["live"]["restarts"] == 1
     died = [event for event in served.events() if "died" in event["message"]]
     assert [event["model"] for event in died] == ["large"]
 
@@ -184,9 +189,14 @@ def test_the_end_waits_for_all_and_the_log_names_them(served: Any) -> None:
             for connection, name in ((first, "large"), (second, "small"))
         ]
         assert all(response.readline().startswith(b"data: ") for response in responses)
+        engines = served.children
         served.process.send_signal(signal.SIGTERM)
         answers = [response.read().decode() for response in responses]
     assert all('"finish_reason":"length"' in answer for answer in answers)
+    assert all(answer.rstrip().endswith("data: [DONE]") for answer in answers)
     assert served.end() == 0
+    assert not any(Path(f"/proc/{engine}").exists() for engine in engines)
+    assert [event["open_requests"] for event in served.events() if event["message"] == "draining"] == [2]
+    assert served.events()[-1]["message"] == "stopped"
     told = [event for event in served.events() if event.get("generated_tokens") == 80]
     assert {(event["model"], event["key_name"]) for event in told} == {("large", "tester"), ("small", "tester")}
