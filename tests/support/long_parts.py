@@ -16,10 +16,10 @@ import pytest
 PARTS = 4
 UNKNOWN = 60
 SECONDS = {  # of one process on a small ARM server; some were taken while it was busy
-    "tests/eval/report/test_report_files.py": 15,
+    "tests/eval/report/test_report_files.py": 10,
     "tests/eval/test_compare.py": 130,
     "tests/eval/test_quality_backends.py": 45,
-    "tests/eval/test_quality_measure.py": 40,
+    "tests/eval/test_quality_measure.py": 20,
     "tests/eval/test_tasks.py": 60,
     "tests/eval/test_tasks_input.py": 38,
     "tests/kernels/test_attention_decode.py": 60,
@@ -48,6 +48,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/runtime/parallel/test_parallel_decoder.py": 15,
     "tests/runtime/parallel/test_parallel_processes.py": 115,
     "tests/runtime/server/test_engine_client.py": 5,
+    "tests/runtime/server/test_engine_death.py": 7,
     "tests/runtime/server/test_json_schemas.py": 60,
     "tests/runtime/server/test_memory_split.py": 6,
     "tests/runtime/server/test_model_list.py": 4,
