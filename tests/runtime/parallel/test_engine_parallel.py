@@ -58,6 +58,7 @@ NEW = 20
 ABORTED_AT = 3  # tokens
 STOPS = (3936, 2518)  # one of them comes late in the answer of either bundled model
 LONG = (pytest.mark.long,)
+RANKS = pytest.mark.xdist_group("ranks")  # in one process, which imports torch for all forked ranks
 
 
 def _cases() -> list[ParameterSet]:
@@ -65,7 +66,7 @@ def _cases() -> list[ParameterSet]:
     every = [*QUICK, ("bf16", "2 x 1", OVERLAP), ("bf16", "1 x 2", MICRO_BATCHES)]
     every += [(name, layout, {}) for name in RECIPES for layout in LAYOUTS if (name, layout, {}) not in QUICK]
     return [
-        pytest.param(*case, marks=(pytest.mark.xdist_group(f"ranks {case[0]}"), *(() if case in QUICK else LONG)))
+        pytest.param(*case, marks=(RANKS,) if case in QUICK else (pytest.mark.xdist_group(f"ranks {case[0]}"), *LONG))
         for case in every
     ]
 
@@ -241,7 +242,7 @@ def assert_shares(engine: Engine, one: Alone, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("small bf16", marks=pytest.mark.xdist_group("ranks small bf16")),
+        pytest.param("small bf16", marks=RANKS),
         pytest.param("bf16", marks=(pytest.mark.xdist_group("ranks bf16"), *LONG)),
     ],
 )
@@ -258,7 +259,7 @@ def test_the_workload_is_worth_comparing(name: str, alone: Callable[[str], Alone
     assert len(found.prompt_logprobs) == 39
 
 
-@pytest.mark.xdist_group("ranks bf16")
+@RANKS
 @pytest.mark.parametrize(
     "how",
     [
@@ -273,7 +274,7 @@ def test_guesses_change_no_token(how: str, alone: Callable[[str], Alone], start:
     assert engine.speculation.guessed > 0
 
 
-@pytest.mark.xdist_group("ranks small bf16")
+@RANKS
 def test_a_draft_changes_no_token(
     alone: Callable[[str], Alone], start: Callable[..., Engine], noisy_draft: Path
 ) -> None:
@@ -297,7 +298,7 @@ def test_shares_add_up() -> None:
         assert sum(shares) == weight_bytes(checkpoint, torch.float32)
 
 
-@pytest.mark.xdist_group("ranks small bf16")
+@RANKS
 def test_the_bubble_is_reported(run_cli: Callable[..., tuple[int, str, str]]) -> None:
     sizes = ("--batch", 2, "--prompt-len", 8, "--new-tokens", 4, "--max-context", 32)
     code, out, err = run_cli(

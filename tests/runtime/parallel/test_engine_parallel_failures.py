@@ -24,7 +24,7 @@ from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.engine_process.pending import EngineDied
 from quantkit.runtime.startup import start_engine
 
-pytestmark = pytest.mark.xdist_group("ranks that die")
+pytestmark = pytest.mark.xdist_group("ranks")  # as those of `test_engine_parallel.py`
 SMALL: dict[str, Any] = {"device": "cpu", "max_context": 64, "kv_tokens": 256, "max_sequences": 4}
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 SECONDS = 5  # within which a killed rank must end its engine
@@ -117,9 +117,7 @@ def test_a_rank_that_dies_while_nobody_asks(start: Callable[..., tuple[Engine, L
         engine.step()
 
 
-def test_what_a_rank_says_is_the_reason(
-    tiny_model: Path, tmp_path: Path, forked_workers: Callable[[], LocalWorkers]
-) -> None:
+def test_what_a_rank_says_is_the_reason(tiny_model: Path, tmp_path: Path) -> None:
     """Only the second stage reads the last block, which is broken."""
     for file in tiny_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -127,7 +125,7 @@ def test_what_a_rank_says_is_the_reason(
     tensors["model.layers.1.input_layernorm.weight"][3] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"model\.layers\.1\.input_layernorm.*says rank 1 of 2") as seen:
-        start_engine(tmp_path, EngineOptions(**SMALL, pipeline_parallel=2), launcher=forked_workers())
+        start_engine(tmp_path, EngineOptions(**SMALL, pipeline_parallel=2))
     assert "\n" not in str(seen.value)
 
 
