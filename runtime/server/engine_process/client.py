@@ -1,7 +1,8 @@
 """The server's side of the engine process: starts it, watches over it, starts it again when it dies.
 
 Requests go out as messages and come back as tokens, one message a step for all of them. When the process dies, every
-open request ends with `EngineDied` at once and `ready` is false until a new process has loaded the model.
+open request ends with `EngineDied` at once and `ready` is false until a new process has loaded the model. A process
+without a sign of life, or whose step does not end, is killed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a new process; doubled while it dies at once
 STABLE_SECONDS = 60.0  # a process that lived so long starts anew without a pause
+SILENT_SECONDS = 30.0  # without a sign of life, of which there is one each second (`process.HEARTBEAT_SECONDS`)
+STEP_SECONDS = 300.0  # the longest that a step may take
+LOOK_SECONDS = 1.0  # between looks at the signs of life
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,21 @@ class EngineStats:
 
 
 class EngineClient:
-    def __init__(self, model: str, options: dict[str, Any], *, guides: bool = True) -> None:
+    def __init__(
+        self,
+        model: str,
+        options: dict[str, Any],
+        *,
+        guides: bool = True,
+        silent_seconds: float = SILENT_SECONDS,
+        step_seconds: float = STEP_SECONDS,
+    ) -> None:
         """`options` are those of EngineOptions. Without `guides`, structured output is refused."""
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.restarts = 0
-        self.faults: list[dict[str, Any]] = []  # steps that failed without the engine's end: why, answers that ended
+        self.failure: str | None = None  # why there is no engine now
+        self.troubles: list[dict[str, Any]] = []  # for the log: what happened, and what is known of it
         self.ready = False
         self._model = model
         self._options = options
@@ -86,6 +99,10 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
+        self._silent_seconds = silent_seconds
+        self._step_seconds = step_seconds
+        self._heard = 0.0  # when the process last said something
+        self._step_takes = 0.0  # seconds, by its last sign of life
 
     @property
     def pid(self) -> int | None:
@@ -94,6 +111,11 @@ class EngineClient:
     @property
     def open_requests(self) -> int:
         return len(self._open)
+
+    @property
+    def why_not_ready(self) -> str:
+        reason = "" if self.failure is None else f" ({self.failure})"
+        return f"the engine is not ready{reason}; try again in a moment"
 
     async def start(self) -> None:
         """Returns when the engine is ready; raises what kept it from starting."""
@@ -104,9 +126,8 @@ class EngineClient:
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Waits for open requests as long as that, then ends the process."""
         self._closing = True
-        if not self.ready and self._process is not None:  # it loads, and would not notice
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if not self.ready:  # it loads, and would not notice
+            self._kill()
         end = time.monotonic() + drain_seconds
         while self._open and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -123,7 +144,7 @@ class EngineClient:
     ) -> PendingRequest:
         """Hands a request to the engine. Stop strings are the caller's business: the engine sees tokens only."""
         if not self.ready or self._writer is None or self.info is None:
-            raise EngineDied("the engine is not ready; try again in a moment")
+            raise EngineDied(self.why_not_ready)
         if guide is not None and not self._guides:
             raise InputError("structured output is switched off on this server")
         check_request(prompt, params, self.info.max_context, self.info.vocab)
@@ -187,31 +208,83 @@ class EngineClient:
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
         """Reads until the process is gone, then starts another one, for ever."""
-        pause = FIRST_PAUSE
+        pause = 0.0
         while True:
             began = time.monotonic()
-            await self._read(reader)
+            self.failure = await self._read_watched(reader)
             self.ready = False
-            self._fail_all("the engine process died; it is being restarted")
+            self._fail_all(f"{self.failure}; it is being restarted")
             self.restarts += 1
-            while not self.ready:
-                await self._end_process()
-                if time.monotonic() - began < STABLE_SECONDS:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
-                else:
-                    pause = FIRST_PAUSE
-                with contextlib.suppress(QuantkitError, OSError):
-                    reader = await self._spawn()
-                    await self._wait_until_ready(reader)
+            pause = 0.0 if time.monotonic() - began >= STABLE_SECONDS else _longer(pause)
+            reader = await self._start_again(pause)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+    async def _start_again(self, pause: float) -> asyncio.StreamReader:
+        """Tries until there is an engine, whatever goes wrong: nobody else would."""
+        while True:
+            try:
+                await self._end_process()
+                await asyncio.sleep(pause)
+                reader = await self._spawn()
+                await self._wait_until_ready(reader)
+            except Exception as error:
+                pause = _longer(pause)
+                self.failure = f"it does not start: {error or type(error).__name__}"
+                self._tell("the engine does not start", why=str(error), next_attempt_seconds=pause)
+            else:
+                self.failure = None
+                return reader
+
+    async def _read_watched(self, reader: asyncio.StreamReader) -> str:
+        """Until the process is gone, or given up. Says why."""
+        reading = asyncio.ensure_future(self._read(reader))
+        looking = asyncio.ensure_future(self._look_for_life())
+        try:
+            await asyncio.wait({reading, looking}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reading.cancel()
+            looking.cancel()
+            ended = await asyncio.gather(reading, looking, return_exceptions=True)
+        return next((end for end in ended if isinstance(end, str)), "the engine process died")
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        self._heard, self._step_takes = time.monotonic(), 0.0
+        try:
             while True:
                 self._take(await framing.read_message_async(reader))
+                self._heard = time.monotonic()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return "the engine process died"
+        except Exception as error:  # what it says cannot be understood: another one may be better
+            self._tell("the engine says what nobody understands", why=repr(error))
+            self._kill()
+            return "the engine process failed"
+
+    async def _look_for_life(self) -> str:
+        """Returns when the process is taken for hung; it is killed then."""
+        while True:
+            asleep = time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            if now - asleep > 2 * LOOK_SECONDS:  # this process did not run either, so it cannot have heard anything
+                self._heard = now
+            silent = now - self._heard
+            if silent > self._silent_seconds or self._step_takes > self._step_seconds:
+                self._tell("the engine hangs", silent_seconds=round(silent, 1), step_seconds=round(self._step_takes, 1))
+                self._kill()
+                return "the engine process hung"
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def _tell(self, event: str, **known: Any) -> None:
+        self.troubles.append({"event": event, **known})
 
     def _take(self, message: framing.Message) -> None:
-        if "outputs" in message:
+        if "alive" in message:
+            self._step_takes = message["alive"]
+        elif "outputs" in message:
             for row in message["outputs"]:
                 self._deliver(row)
         elif "stats" in message:
@@ -223,7 +296,7 @@ class EngineClient:
                 pending.prompt_logprobs = found["logprobs"]
                 pending.prompt_top_logprobs = [[(token, value) for token, value in row] for row in found["top"]]
         elif "fault" in message:
-            self.faults.append(message["fault"])
+            self._tell("a step failed", **message["fault"])
         elif "refused" in message:
             pending = self._open.pop(message["refused"], None)
             if pending is not None:
@@ -262,6 +335,10 @@ class EngineClient:
                 self._process.kill()
                 await self._process.wait()
             self._process = None
+
+
+def _longer(pause: float) -> float:
+    return min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
 
 
 def _plain(message: framing.Message) -> framing.Message:

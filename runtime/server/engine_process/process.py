@@ -8,7 +8,8 @@ neither a slow server nor a long message stalls a step. When the other side goes
     in    {"serve": {"model", "options"}}, {"add": {"id", "prompt", "params", "priority", "guide"}},
           {"abort": id, "index": of one of its answers, or null}
     out   {"ready": info} or {"failed": text, "code"}, {"refused": id, "why"}, {"outputs": [...]}, {"stats": {...}},
-          {"prompt_logprobs": {"id", "logprobs", "top"}}, {"fault": {"why", "ended": answers}}
+          {"prompt_logprobs": {"id", "logprobs", "top"}}, {"fault": {"why", "ended": answers}},
+          {"alive": seconds that the present step has taken so far}, once a second
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.sampling.structured_output import GuideCompiler
 
 STATS_SECONDS = 0.1
+HEARTBEAT_SECONDS = 1.0
 LONGEST_REASON = 300  # characters of an error that clients and the log see
 
 
@@ -56,6 +58,13 @@ class EngineLoop:
         self._compiler: GuideCompiler | None = None
         self._known_answer = KnownAnswer(engine) if isinstance(engine.peers, Alone) else None
         self._sent_stats = 0.0
+        self._began: float | None = None  # when the present step did
+
+    @property
+    def step_takes(self) -> float:
+        """Seconds so far; 0 between steps. For other threads."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def run(self, inbox: queue.Queue[framing.Message | None]) -> None:
         """Until the inbox brings None."""
@@ -114,12 +123,14 @@ class EngineLoop:
         return [self._compiler.compile(GuideSpec(**spec)) for _ in range(count)]
 
     def _step(self) -> None:
+        self._began = time.monotonic()
         try:
             found = self._engine.step()
         except QuantkitError:  # another rank has died
             raise
         except Exception as error:
             found = self._recovered(error)
+        self._began = None
         outputs = [output for output in found if output.request in self._names]
         rows = [self._row(output) for output in outputs]
         for output in outputs:
@@ -242,13 +253,21 @@ def main(descriptor: int, launcher: Launcher | None = None) -> None:
     except QuantkitError as error:
         outbox.put({"failed": str(error), "code": error.exit_code})
     else:
-        code = _serve(EngineLoop(engine, wanted["model"], outbox), inbox)
+        loop = EngineLoop(engine, wanted["model"], outbox)
+        threading.Thread(target=_give_signs_of_life, args=(loop, outbox), daemon=True).start()
+        code = _serve(loop, inbox)
         engine.close()
         if code:  # with what stands in the outbox: nobody takes the answers of half an engine
             os._exit(code)
     outbox.put(None)
     writer.join(timeout=5)
     os._exit(0)  # threads of libraries may not want to end
+
+
+def _give_signs_of_life(loop: EngineLoop, outbox: queue.Queue[framing.Message | None]) -> None:
+    while True:
+        outbox.put({"alive": loop.step_takes})
+        time.sleep(HEARTBEAT_SECONDS)
 
 
 def _serve(loop: EngineLoop, inbox: queue.Queue[framing.Message | None]) -> int:

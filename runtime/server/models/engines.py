@@ -64,17 +64,18 @@ class ModelEngines:
 
     async def watch(self) -> None:
         """Tells the log when a step failed, when the engine process died, and when another one answers."""
-        known = 0
+        known, gone = 0, False
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            while self.client.faults:
-                log_event("a step failed", level=logging.ERROR, model=self.name, **self.client.faults.pop(0))
+            while self.client.troubles:
+                told: dict[str, Any] = self.client.troubles.pop(0)
+                log_event(told.pop("event"), level=logging.ERROR, model=self.name, **told)
             if self.client.restarts > known:
-                known = self.client.restarts
-                told: dict[str, Any] = {"model": self.name, "restarts": known}
+                known, gone = self.client.restarts, True
+                told = {"model": self.name, "restarts": known}
                 log_event("the engine process died; starting another one", level=logging.ERROR, **told)
-                while not self.client.ready:
-                    await asyncio.sleep(WATCH_SECONDS)
+            if gone and self.client.ready:
+                gone = False
                 log_event("the engine is ready again", model=self.name, pid=self.client.pid)
 
 

@@ -44,7 +44,7 @@ class Call:
     def __init__(self, model: ServedModel, request: Request, kind: str, name: str, answers: int) -> None:
         """`name` is the one that the client asked for."""
         if not model.client.ready:
-            raise EngineDied("the engine is not ready; try again in a moment")
+            raise EngineDied(model.client.why_not_ready)
         self.model = model
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.model_name = name

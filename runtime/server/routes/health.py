@@ -28,7 +28,8 @@ async def ready(request: Request, model: str | None = None) -> Health:
     models = registry(request)
     asked = models.each if model is None else [models.find(model)[0]]
     if not any(one.client.ready for one in asked):
-        raise ApiError(503, "the engine is not ready", code="engine_unavailable", headers={"Retry-After": "5"})
+        reason = "; ".join(f"{one.names[0]}: {one.client.why_not_ready}" for one in asked)
+        raise ApiError(503, reason, code="engine_unavailable", headers={"Retry-After": "5"})
     return Health(status="ok", models=models.states)
 
 

@@ -15,6 +15,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.server.engine_process import client as engine_client
 from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.engine_process.pending import EngineDied, PendingRequest
 
@@ -128,28 +129,83 @@ def test_wrong_requests_are_refused_and_others_go_on(with_engine: Callable[[Use]
     with_engine(use)
 
 
-def test_a_killed_process_is_replaced(with_engine: Callable[[Use], Any]) -> None:
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGSTOP, "hung"), pytest.param(signal.SIGKILL, "died", marks=pytest.mark.long)],
+    ids=["hangs", "killed"],
+)
+def test_a_process_that_ends_or_hangs_is_replaced(
+    number: int, words: str, with_engine: Callable[[Use], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Open requests fail at once, the client is not ready, and then answers as before."""
+    monkeypatch.setattr(engine_client, "LOOK_SECONDS", 0.2)
 
     async def use(client: EngineClient) -> None:
+        monkeypatch.setattr(client, "_silent_seconds", 2.0)
+        restarts = client.restarts
         before = await tokens_of(client, SamplingParams(max_tokens=8))
         pending = [client.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(3)]
         await anext(aiter(pending[0]))
         pid = client.pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         for one in pending:
-            with pytest.raises(EngineDied, match="died"):
-                await asyncio.wait_for(drained(one), 2)
+            with pytest.raises(EngineDied, match=words):
+                await asyncio.wait_for(drained(one), 5)
         assert not client.ready
-        with pytest.raises(EngineDied, match="not ready"):
+        with pytest.raises(EngineDied, match=f"not ready .*{words}"):
             client.submit(PROMPT, SamplingParams())
         await until(lambda: client.ready)
-        assert client.restarts == 1
+        assert client.restarts == restarts + 1
+        assert client.failure is None
         assert client.pid != pid
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
         assert await tokens_of(client, SamplingParams(max_tokens=8)) == before
 
     with_engine(use)
+
+
+def test_starts_that_fail_are_tried_again_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they raise; who asks meanwhile is told why."""
+    monkeypatch.setattr(engine_client, "FIRST_PAUSE", 0.01)
+    client = EngineClient("demo-draft", {})
+    errors: list[Exception] = [OSError("no more processes"), ValueError("a message of another version")]
+    seen: list[str] = []
+
+    async def spawn() -> asyncio.StreamReader:
+        seen.append(client.why_not_ready)
+        if errors:
+            raise errors.pop(0)
+        return asyncio.StreamReader()
+
+    async def ready(reader: asyncio.StreamReader) -> None:
+        client.ready = True
+
+    monkeypatch.setattr(client, "_spawn", spawn)
+    monkeypatch.setattr(client, "_wait_until_ready", ready)
+    asyncio.run(client._start_again(0.0))
+    assert client.ready
+    assert client.failure is None
+    assert "no more processes" in seen[1]
+    assert "another version" in seen[2]
+    assert [(one["event"], one["next_attempt_seconds"]) for one in client.troubles] == [
+        ("the engine does not start", 0.01),
+        ("the engine does not start", 0.02),
+    ]
+
+
+@pytest.mark.parametrize(("silent", "step"), [(60.0, 0.0), (0.0, 400.0)])
+def test_when_an_engine_is_taken_for_hung(silent: float, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "LOOK_SECONDS", 0.01)
+    client = EngineClient("demo-draft", {})
+    client._heard, client._step_takes = time.monotonic() - silent, step
+    assert asyncio.run(asyncio.wait_for(client._look_for_life(), 1)) == "the engine process hung"
+    (told,) = client.troubles
+    assert told["event"] == "the engine hangs"
+    client._heard, client._step_takes = time.monotonic(), 100.0
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(client._look_for_life(), 0.1))
 
 
 def test_the_engine_ends_when_its_server_is_killed() -> None:
