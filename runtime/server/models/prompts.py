@@ -37,6 +37,7 @@ class Prompts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="tokenize aside")
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -44,25 +45,33 @@ class Prompts:
             raise InputError("this model folder has no tokenizer")
         return self._tokenizer
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return await self.in_thread(lambda: self._encode(text, special=special))
+    async def encode(self, text: str, *, special: bool = True, aside: bool = False) -> list[int]:
+        return await self.in_thread(lambda: self._encode(text, special=special), aside=aside)
 
     async def encode_chat(
-        self, messages: Sequence[Message], *, tools: OfferedTools | None = None, options: Json | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: OfferedTools | None = None,
+        options: Json | None = None,
+        aside: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, through the model's chat template."""
         turns = [as_turn(message) for message in messages]
-        return await self.in_thread(lambda: self._encode_chat(turns, tools, options or {}))
+        return await self.in_thread(lambda: self._encode_chat(turns, tools, options or {}), aside=aside)
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return await self.in_thread(lambda: self._decode(token_ids, skip_special_tokens))
+    async def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, aside: bool = False
+    ) -> str:  # fmt: skip
+        return await self.in_thread(lambda: self._decode(token_ids, skip_special_tokens), aside=aside)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._aside):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """For work that takes milliseconds or more."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def in_thread(self, work: Callable[[], Result], *, aside: bool = False) -> Result:
+        """For work that takes milliseconds or more. Prompts never wait for what is done `aside`."""
+        return await asyncio.get_running_loop().run_in_executor(self._aside if aside else self._threads, work)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

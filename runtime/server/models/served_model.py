@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from quantkit.runtime.server.shadow import ShadowWatch
 
 
+MOST_TOKENIZING = 16  # requests for tokens that may wait
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A model whose engine is ready; `make_served_model` makes one."""
@@ -32,6 +35,7 @@ class ServedModel:
     prompts: Prompts
     metrics: ServerMetrics
     queue: AdmissionQueue
+    tokenizing: AdmissionQueue  # for those who want tokens only
     names: tuple[str, ...]  # of the model, as clients ask for it
     started: int  # when, as a Unix time
     token_texts: TokenTexts
@@ -70,7 +74,15 @@ def make_served_model(
         restarts=lambda: client.restarts,
         shadow=lambda: None if shadow is None else asdict(shadow.numbers()),
     )
-    queue = AdmissionQueue(client.info.max_sequences, settings.max_queue)
     return ServedModel(
-        settings, client, Prompts(tokenizer), metrics, queue, names, int(time.time()), TokenTexts(tokenizer), shadow
+        settings=settings,
+        client=client,
+        prompts=Prompts(tokenizer),
+        metrics=metrics,
+        queue=AdmissionQueue(client.info.max_sequences, settings.max_queue),
+        tokenizing=AdmissionQueue(1, MOST_TOKENIZING),
+        names=names,
+        started=int(time.time()),
+        token_texts=TokenTexts(tokenizer),
+        shadow=shadow,
     )

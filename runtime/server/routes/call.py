@@ -84,16 +84,8 @@ class Call:
 
     async def watched(self, work: Awaitable[Result]) -> Result:
         """Waits for work as long as the client does, and no longer than the limit."""
-        task = asyncio.ensure_future(work)
-        left = asyncio.ensure_future(client_left(self._request.receive))
-        try:
-            async with self.limit():
-                await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientLeft
-            return task.result()
-        finally:
-            await end_tasks(task, left)
+        async with self.limit():
+            return await while_connected(self._request, work)
 
     @contextlib.asynccontextmanager
     async def limit(self) -> AsyncGenerator[None, None]:
@@ -171,6 +163,19 @@ class Call:
                 "finish_reason": self.finish_reason,
             }
         note(self._request.scope, **told)
+
+
+async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
+    """Waits for work as long as the client does; raises ClientLeft."""
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(client_left(request.receive))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        await end_tasks(task, left)
 
 
 async def client_left(receive: Receive) -> None:

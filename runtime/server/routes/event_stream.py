@@ -1,12 +1,14 @@
 """Server-sent events in OpenAI's way: `data: {...}` for each chunk, `data: [DONE]` at the end.
 
 The status of the answer is decided when the first chunk is there, so that what goes wrong before it gets a proper one.
-Later, an error becomes an event in the shape of an error, and the stream ends without [DONE].
+Later, an error becomes an event in the shape of an error, and the stream ends without [DONE]. A client that does not
+read is not waited for: it would hold its places in the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -14,12 +16,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quantkit.runtime.server.errors import as_api_error
-from quantkit.runtime.server.routes.call import Call, ClientLeft, client_left, end_tasks
+from quantkit.runtime.server.errors import ApiError, as_api_error
+from quantkit.runtime.server.routes.call import CLIENT_LEFT, Call, ClientLeft, client_left, end_tasks
 
 Chunks = AsyncGenerator[dict[str, Any], None]
 _as_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: `json.dumps` would make one for every chunk
 _DONE = b"data: [DONE]\n\n"
+STALLED_SECONDS = 30.0  # that a client may take to read what is there
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must pass events on at once
 
 
@@ -58,21 +61,37 @@ class EventStream(Response):
                 async for chunk in self._rest:
                     await _send_part(send, event(chunk))
             await _send_part(send, _DONE)
-        except OSError as error:
-            return error  # the connection broke; there is nobody to tell
+            await _send_part(send, b"", more=False)
+        except (OSError, ClientStalled) as error:
+            return error  # the connection broke, or nobody reads it; there is nobody to tell
         except Exception as error:
             failure = error
-            await _send_part(send, event(as_api_error(error).body))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            with contextlib.suppress(ClientStalled):
+                await _send_part(send, event(as_api_error(error).body))
+                await _send_part(send, b"", more=False)
         return failure
+
+
+class ClientStalled(ApiError):
+    """The client does not read its answer."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_LEFT, "the client does not read its answer", code="client_stalled")
 
 
 def event(content: dict[str, Any]) -> bytes:
     return f"data: {_as_json(content)}\n\n".encode()
 
 
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
+    """Raises ClientStalled where the client takes too long."""
+    try:
+        async with asyncio.timeout(STALLED_SECONDS) as limit:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+    except TimeoutError:
+        if limit.expired():
+            raise ClientStalled from None
+        raise  # the request's own limit
 
 
 async def start_stream(call: Call, chunks: Chunks) -> EventStream:
