@@ -21,7 +21,7 @@ FORMATS = (
 # Of 192 outputs and 640 inputs: 10 blocks of 64 in a row, so that 256 nested scales are cut apart.
 PARTS: dict[str, tuple[Index, Index]] = {
     "outputs": (slice(128, 192), slice(0, 640)),
-    "inputs": (slice(0, 192), slice(256, 640)),
+    "inputs": (slice(0, 192), slice(384, 640)),
     "both": (slice(0, 128), slice(128, 384)),
 }
 
