@@ -81,13 +81,16 @@ def _deploy(config: DeployConfig, address: str | None, dry_run: bool, as_json: b
         click.echo(f"quantkit: Ray cluster at {cluster.start_local(config)}", err=True)
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray had set handlers of its own
             signal.signal(number, lambda *_: _on_signal(stopping))
+    front = config.front_settings
+    if not front.api_keys and not front.on_loopback:
+        _tell(f"warning: no API keys, and {front.host} is no loopback address: whoever reaches it may ask")
     cluster.deploy(config, every_node=address is not None, tell=_tell)
-    scheme = "http" if config.front_settings.tls_certfile is None else "https"
+    scheme = "http" if front.tls_certfile is None else "https"
     names = ", ".join(model.name for model in config.models)
     click.echo(f"quantkit serves {names} at {scheme}://{config.http.host}:{config.http.port}")
     if address is None:
         stopping.wait()
-        cluster.stop(config.front_settings.drain_seconds, _tell)
+        cluster.stop(front.drain_seconds, _tell)
 
 
 def _on_signal(stopping: threading.Event) -> None:

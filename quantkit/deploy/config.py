@@ -16,15 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.server.config_file import read_config
-from quantkit.runtime.server.settings import ENGINE_OPTIONS, ServerSettings
+from quantkit.runtime.server.settings import ENGINE_OPTIONS, ServerSettings, merge_settings
 
 RANKS = ("tensor_parallel", "pipeline_parallel")  # keys of a model, not of its options
 MODEL_OPTIONS = tuple(
     dict.fromkeys((*(name for name in ENGINE_OPTIONS if name not in RANKS), "max_queue", "tool_parser"))
 )
 SHARED = ("api_keys_file", "rate_limit_requests_per_minute", "max_request_bytes", "request_timeout_seconds",
-          "cors_origins", "log_prompts", "log_level", "drain_seconds", "vllm_metric_names", "tls_certfile",
-          "tls_keyfile")  # fmt: skip
+          "cors_origins", "allowed_hosts", "log_prompts", "log_level", "drain_seconds", "vllm_metric_names",
+          "tls_certfile", "tls_keyfile")  # fmt: skip
 _NAME = re.compile(r"[\w.@:/-]{1,128}")
 
 
@@ -108,14 +108,16 @@ class DeployConfig(_Strict):
 
     @property
     def front_settings(self) -> ServerSettings:
-        """Settings of the endpoint. The model that they name is never loaded."""
+        """Settings of the endpoint. The model that they name is never loaded. As with `serve`, keys in the environment
+        win over a file of keys."""
         given = {"model": "front", "host": self.http.host, "port": self.http.port, "page": False}
-        return ServerSettings.model_validate(given | self.shared)
+        return merge_settings({}, given | self.shared, "the configuration")
 
     def replica_settings(self, model: ModelPlan) -> ServerSettings:
         """Settings of one replica: who may ask was settled before a request comes here."""
         kept = ("max_request_bytes", "request_timeout_seconds", "log_prompts", "log_level", "vllm_metric_names")
         given: dict[str, Any] = {"model": model.path, "served_model_name": [model.name], "page": False}
+        given |= {"allowed_hosts": ["*"]}
         given |= {name: self.shared[name] for name in kept if name in self.shared}
         given |= {name: getattr(model, name) for name in RANKS if name in ServerSettings.model_fields}
         return ServerSettings.model_validate(given | model.options)

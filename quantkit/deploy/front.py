@@ -31,7 +31,7 @@ from quantkit.deploy.front_metrics import MEDIA_TYPE, merged_metrics
 from quantkit.deploy.prefixes import prefix_of
 from quantkit.runtime.server.errors import ApiError, as_api_error
 from quantkit.runtime.server.logs import log_event
-from quantkit.runtime.server.middleware.access import AccessMiddleware
+from quantkit.runtime.server.middleware.access import GUARDED, AccessMiddleware
 from quantkit.runtime.server.routes.event_stream import event
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.runtime.server.version import package_version
@@ -68,8 +68,11 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            request = await _read(scope, receive)
+            guarded = scope["path"].startswith(GUARDED)
+            request = await _read(scope, receive if guarded else None)
             answer = await self._own_answer(request)
+            if answer is None and not guarded:  # nobody has asked for a key: replicas must not hear of it
+                raise ApiError(404, f"there is no {request.path[:100]} here", code="not_found")
             if answer is None:
                 await self._forward(self._model_of(request), request, send)
                 return
@@ -233,11 +236,11 @@ def front_app(settings: ServerSettings, models: tuple[str, ...], backend: Backen
     return Starlette(routes=routes, middleware=middleware, exception_handlers={Exception: unforeseen})
 
 
-async def _read(scope: Scope, receive: Receive) -> Forwarded:
-    """The request, whose body the middleware has read and bounded. Keys stay here."""
-    body, more = b"", True
+async def _read(scope: Scope, receive: Receive | None) -> Forwarded:
+    """The request, whose body the middleware has read and bounded, where somebody reads it. Keys stay here."""
+    body, more = b"", receive is not None
     while more:
-        message = await receive()
+        message = await receive()  # type: ignore[misc]
         body += message.get("body", b"")
         more = message.get("more_body", False)
     headers = tuple((key, value) for key, value in scope["headers"] if key != b"authorization")

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 STILL_LOADING_SECONDS = 10.0  # between two lines that say so
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 of nginx: the side that opens connections should close them
 _LAST_WORDS_SECONDS = 1  # for connections that are still open when the time to drain is over
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 def run(served: Sequence[ServerSettings]) -> int:
@@ -49,7 +48,7 @@ def run(served: Sequence[ServerSettings]) -> int:
     setup_logging(settings.log_level)
     _check_tls(settings)
     with _bind(settings.host, settings.port) as listener:
-        if not settings.api_keys and not settings.host.startswith(_LOOPBACK):
+        if not settings.api_keys and not settings.on_loopback:
             _say(f"no API keys, and {settings.host} is no loopback address: whoever reaches it may ask", warn=True)
         factory = uvicorn.Config(_nothing, log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
@@ -179,6 +178,7 @@ class _Serving:
             server_header=False,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            limit_concurrency=settings.max_connections,
             timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
             ssl_certfile=settings.tls_certfile,
             ssl_keyfile=settings.tls_keyfile,

@@ -24,6 +24,7 @@ from quantkit.runtime.server.config_file import (
     read_api_keys,
     read_config,
 )
+from quantkit.runtime.server.hosts import is_loopback
 
 ENGINE_OPTIONS = (
     "device",
@@ -87,6 +88,12 @@ class ServerSettings(BaseModel):
         default_factory=list,
         description="Origin of web pages that may call the API, such as https://chat.example.org; * for all.",
     )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Name under which a server without API keys on a loopback address may be asked, besides localhost,"
+        " such as that of a proxy; * for all.",
+    )
+    max_connections: int = Field(2048, ge=1, description="Open connections; more are refused with 503.")
     log_prompts: bool = Field(False, description="Write prompts into the log; they may hold private text.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     tls_certfile: str | None = Field(None, description="Certificate chain (PEM), to serve https.")
@@ -174,6 +181,11 @@ class ServerSettings(BaseModel):
         """Of the model, as clients ask for it; the first is in answers. Never a path of this machine."""
         folder = Path(self.model)
         return self.served_model_name or [folder.resolve().name if folder.is_dir() else self.model]
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.host)
 
     @property
     def engine_options(self) -> dict[str, Any]:

@@ -141,7 +141,7 @@ async def rows_of(pending: PendingRequest) -> list[Row]:
     """The most probable tokens at every position of a prompt."""
     async for _ in pending:
         pass
-    return [dict(row) for row in pending.prompt_top_logprobs or []]
+    return [dict(row) for row in pending.prompt_top_logprobs]
 
 
 def compare(served: list[Row], reference: list[Row]) -> Comparison | None:

@@ -40,12 +40,16 @@ def test_defaults_and_short_forms(tmp_path: Path) -> None:
     )
 
 
-def test_a_replica_never_sees_the_keys(tmp_path: Path) -> None:
+def test_a_replica_never_sees_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from a file, or, as with `serve`, from the environment, which wins."""
     keys = tmp_path / "keys"
     keys.write_text("alice: 0123456789abcdef0123\n")
     keys.chmod(0o600)
     config = parse_config({"models": [{"name": "chat", "path": "demo"}], "api_keys_file": str(keys)})
     assert [key.name for key in config.front_settings.api_keys] == ["alice"]
+    assert config.replica_settings(config.models[0]).api_keys == ()
+    monkeypatch.setenv("QUANTKIT_API_KEYS", "bob: 0123456789abcdef0123")
+    assert [key.name for key in config.front_settings.api_keys] == ["bob"]
     assert config.replica_settings(config.models[0]).api_keys == ()
 
 

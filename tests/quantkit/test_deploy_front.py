@@ -233,6 +233,17 @@ def test_keys_are_asked_for_at_the_front_and_stay_there(tmp_path: Any) -> None:
     assert b"authorization" not in dict(replicas.asked[0][1].headers)
 
 
+@pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/page/status", "/nowhere", "/v2/models"])
+def test_what_asks_for_no_key_reaches_no_replica(path: str) -> None:
+    """Else strangers would cost replicas time, and have more of them started."""
+    replicas = Replicas(a=[says("yes")])
+    app = front(replicas)
+    for method in ("GET", "POST"):
+        status, _, content = run_app(app, method, path, {"model": "a"})
+        assert (status, json.loads(content)["error"]["code"]) == (404, "not_found")
+    assert not replicas.asked
+
+
 def test_an_application_hears_that_its_reader_left() -> None:
     heard = []
 

@@ -293,8 +293,8 @@ class EngineClient:
             found = message["prompt_logprobs"]
             pending = self._open.get(found["id"])
             if pending is not None:
-                pending.prompt_logprobs = found["logprobs"]
-                pending.prompt_top_logprobs = [[(token, value) for token, value in row] for row in found["top"]]
+                pending.prompt_logprobs += found["logprobs"]
+                pending.prompt_top_logprobs += found["top"]
         elif "fault" in message:
             self._tell("a step failed", **message["fault"])
         elif "refused" in message:

@@ -25,8 +25,8 @@ class PendingRequest:
 
     def __init__(self, client: Forgets, request_id: int, answers: int) -> None:
         self.request_id = request_id
-        self.prompt_logprobs: list[float | None] | None = None
-        self.prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
+        self.prompt_logprobs: list[float | None] = []  # where they were asked for; None for the first token
+        self.prompt_top_logprobs: list[list[tuple[int, float]]] = []
         self.queued_seconds: float | None = None
         self.cached_tokens = 0
         self.guesses: dict[int, tuple[int, int]] = {}  # answer -> tokens that were guessed for it, and accepted ones

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 STATS_SECONDS = 0.1
 HEARTBEAT_SECONDS = 1.0
+PROMPT_PART = 512  # tokens of a prompt whose log-probabilities are one message
 LONGEST_REASON = 300  # characters of an error that clients and the log see
 
 
@@ -173,9 +174,12 @@ class EngineLoop:
         return row if first is None else [*row, first]
 
     def _send_prompt_logprobs(self, name: int, request: Request) -> None:
-        logprobs = [value for part in request.prompt_logprobs for value in part.logprobs]
-        top = [row for part in request.prompt_logprobs for row in part.top]
-        self._outbox.put({"prompt_logprobs": {"id": name, "logprobs": [None, *logprobs], "top": [[], *top]}})
+        """In parts: the server reads one message at a time, and others wait while it does."""
+        logprobs = [None, *(value for part in request.prompt_logprobs for value in part.logprobs)]
+        top = [[], *(row for part in request.prompt_logprobs for row in part.top)]
+        for start in range(0, len(logprobs), PROMPT_PART):
+            part = slice(start, start + PROMPT_PART)
+            self._outbox.put({"prompt_logprobs": {"id": name, "logprobs": logprobs[part], "top": top[part]}})
 
     def _send_stats(self) -> None:
         self._sent_stats = time.monotonic()

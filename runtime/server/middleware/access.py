@@ -1,8 +1,9 @@
 """Who may ask, how often, how much, and for how long: everything that is settled before a request reaches a handler.
 
-    API key -> rate limit -> size and pace of the body
+    name of the host -> API key -> rate limit -> size and pace of the body
 
-The middleware stands before the parser, so that a stranger cannot make the server read or parse a large body.
+The middleware stands before the parser, so that a stranger cannot make the server read or parse a large body; where no
+key is asked for, none is read at all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.hosts import host_name, is_loopback
 from quantkit.runtime.server.logs import note
 
 if TYPE_CHECKING:
@@ -58,14 +60,27 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        guarded = scope["path"].startswith(GUARDED) and scope["method"] != "OPTIONS"
         try:
-            if scope["path"].startswith(GUARDED) and scope["method"] != "OPTIONS":
+            self._check_host(scope)
+            if guarded:
                 self._check_caller(scope)
-            replay = await self._body(scope, receive)
+            replay = await self._body(scope, receive) if guarded else receive
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, replay, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Without keys on a loopback address, only pages and programs of this machine may ask. A web page from
+        elsewhere could have its own name lead here (DNS rebinding), and would show that name."""
+        settings = self._settings
+        if settings.api_keys or not settings.on_loopback or "*" in settings.allowed_hosts:
+            return
+        name = host_name(_header(scope, b"host"))
+        if name and not is_loopback(name) and name not in settings.allowed_hosts:
+            message = f"this server has no API keys and answers to localhost only, not to '{name}'; see --allowed-hosts"
+            raise ApiError(421, message, code="wrong_host")
 
     def _check_caller(self, scope: Scope) -> None:
         client = scope.get("client")

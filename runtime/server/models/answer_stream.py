@@ -83,9 +83,8 @@ class AnswerStream:
     @property
     def prompt_tokens(self) -> list[Scored]:
         """The prompt with its log-probabilities, where they were asked for."""
-        values = self.pending.prompt_logprobs or []
-        top = self.pending.prompt_top_logprobs or []
-        return [Scored(*row) for row in zip(self.prompt, values, top, strict=True)]
+        values, top = self.pending.prompt_logprobs, self.pending.prompt_top_logprobs
+        return [Scored(*row) for row in zip(self.prompt, values, top, strict=True)] if values else []
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Until every answer has ended. Leaving early ends the engine's request."""

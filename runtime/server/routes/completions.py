@@ -46,12 +46,13 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         writer = _Writer(call, body, echoed if body.echo else [""] * len(given))
         if body.stream:
             return await start_stream(call, writer.chunks())
-        content = await call.watched(writer.whole())
+        await call.watched(writer.gather())
+        response = await model.prompts.in_thread(lambda: JSONResponse(writer.whole()))  # long with a prompt's logprobs
     except BaseException as error:
         call.close(error)
         raise
     call.close()
-    return JSONResponse(content)
+    return response
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -81,19 +82,25 @@ class _Writer:
             "model": call.model_name,
             "system_fingerprint": call.model.fingerprint,
         }
+        # Of every prompt and each of its answers.
+        self._texts = [[echo] * body.answers for echo in echoed]
+        self._tokens: list[list[list[Scored]]] = [[[] for _ in row] for row in self._texts]
+        self._reasons: list[list[str | None]] = [[None for _ in row] for row in self._texts]
 
-    async def whole(self) -> dict[str, Any]:
-        texts = [[echo] * self._body.answers for echo in self._echoed]
-        tokens: list[list[list[Scored]]] = [[[] for _ in row] for row in texts]
-        reasons: list[list[str | None]] = [[None for _ in row] for row in texts]
+    async def gather(self) -> None:
+        """All pieces, until the answers have ended."""
+        texts, tokens, reasons = self._texts, self._tokens, self._reasons
         async with aclosing(self._call.pieces()) as pieces:
             async for piece in pieces:
                 texts[piece.prompt][piece.index] += piece.text
                 tokens[piece.prompt][piece.index] += piece.tokens
                 if piece.finished:
                     reasons[piece.prompt][piece.index] = self._call.finish_reason = piece.finished
+
+    def whole(self) -> dict[str, Any]:
+        """The object of what was gathered."""
         choices: list[dict[str, Any]] = []
-        for source, *row in zip(self._call.sources, texts, tokens, reasons, strict=True):
+        for source, *row in zip(self._call.sources, self._texts, self._tokens, self._reasons, strict=True):
             for text, scored, reason in zip(*row, strict=True):
                 choices.append(self._choice(len(choices), text, self._whole_logprobs(source, scored), reason))
         return self._head | {"choices": choices, "usage": self._call.usage}
