@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.runtime.server.config_file import read_config
-from quantkit.runtime.server.settings import ENGINE_OPTIONS, ServerSettings, merge_settings
+from quantkit.runtime.server.config_file import KEYS_VARIABLE, parse_api_keys, read_config
+from quantkit.runtime.server.settings import ENGINE_OPTIONS, ServerSettings
 
 RANKS = ("tensor_parallel", "pipeline_parallel")  # keys of a model, not of its options
 MODEL_OPTIONS = tuple(
@@ -110,8 +111,10 @@ class DeployConfig(_Strict):
     def front_settings(self) -> ServerSettings:
         """Settings of the endpoint. The model that they name is never loaded. As with `serve`, keys in the environment
         win over a file of keys."""
-        given = {"model": "front", "host": self.http.host, "port": self.http.port, "page": False}
-        return merge_settings({}, given | self.shared, "the configuration")
+        given = {"model": "front", "host": self.http.host, "port": self.http.port, "page": False} | self.shared
+        if keys := os.environ.get(KEYS_VARIABLE):
+            given |= {"api_keys": parse_api_keys(keys), "api_keys_file": None}
+        return ServerSettings.model_validate(given)
 
     def replica_settings(self, model: ModelPlan) -> ServerSettings:
         """Settings of one replica: who may ask was settled before a request comes here."""

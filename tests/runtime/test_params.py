@@ -16,7 +16,7 @@ INT64 = 2**63
 
 # Field -> values at the ends of what is allowed, values just outside, and the words that say so.
 WHOLE_NUMBERS: dict[str, tuple[list[int], list[int], str]] = {
-    "n": ([1, 128], [0, -1], "a whole number of at least 1"),
+    "n": ([1, 128, 16384], [0, -1, 16385], "a whole number from 1 to 16384"),
     "max_tokens": ([1, 10**9], [0, -1], "a whole number of at least 1 or None"),
     "min_tokens": ([0, 64], [-1], "a whole number of at least 0"),
     "top_k": ([-1, 0, 1, 10**9], [-2], "a whole number of at least -1"),

@@ -112,7 +112,7 @@ class PaperRunner:
                 self.guessed[work.sequence.id] = right, len(work.draft) - right
         asked = [work for work in plan.scheduled if work.sequence.needs_all_logits]
         prompts = {work.sequence.id: numbered(work) for work in asked}
-        return SimpleNamespace(launched=SimpleNamespace(plan=plan, samples=samples, prompts=prompts))
+        return SimpleNamespace(plan=plan, launched=SimpleNamespace(plan=plan, samples=samples, prompts=prompts))
 
     def arrived(self, flight: Any) -> Any:
         return flight.launched

@@ -83,7 +83,7 @@ PROMPTS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 PARAMETERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "temperature": ({"temperature": -0.1}, ("temperature is -0.1", "at least 0")),
-    "n": ({"n": 0}, ("n is 0", "at least 1")),
+    "n": ({"n": 0}, ("n is 0", "from 1 to 16384")),
     "top_p": ({"top_p": 0}, ("top_p is 0", "above 0")),
     "max_tokens": ({"max_tokens": 0}, ("max_tokens is 0",)),
     "min_tokens": ({"min_tokens": 9, "max_tokens": 8}, ("min_tokens is 9", "8")),

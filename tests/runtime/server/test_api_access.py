@@ -67,7 +67,7 @@ def test_a_stranger_cannot_make_the_server_read(start_server: Any) -> None:
     server = start_server(api_keys=KEYS)
     host, port = server.base_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
         assert b" 401 " in connection.recv(100)
 
 
