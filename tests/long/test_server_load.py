@@ -32,7 +32,7 @@ Texts = dict[str, tuple[str, str | None]]  # prompt -> answer and why it ended
 async def ask(port: int, prompt: str, *, leave_after: int | None = None) -> tuple[str, str | None]:
     """The streamed text and why it ended; ("", "left") for a client that goes after so many events."""
     body = json.dumps({"model": "demo", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "stream": True})
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Connection: close", "Content-Type: application/json"]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Connection: close", "Content-Type: application/json"]
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -56,7 +56,7 @@ async def ask(port: int, prompt: str, *, leave_after: int | None = None) -> tupl
 
 async def page_status(port: int) -> dict[str, float]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /page/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /page/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
     found: dict[str, float] = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])["live"]

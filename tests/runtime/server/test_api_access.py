@@ -180,7 +180,7 @@ def test_a_body_that_comes_too_slowly(start_server: Any) -> None:
     server = start_server(request_timeout_seconds=0.3)
     host, port = server.base_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert b" 408 " in connection.recv(100)
 
 
