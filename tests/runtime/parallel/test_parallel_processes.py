@@ -16,15 +16,14 @@ from torch import Tensor
 
 from quantkit.sources import model_folder
 
-pytestmark = pytest.mark.xdist_group("parallel decoder processes")
+# `test_engine_parallel.py` has real processes in every run.
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("parallel decoder processes")]
 
 SCRIPT = Path(__file__).with_name("decoder_rank.py")
 ACT_ORDER = ("method.order=desc_act", "format.act_order=true")
 DEMO_RECIPES = {"gptq": ("gptq-w4g64", ACT_ORDER), "awq": ("awq-w4g128", ()), "nf4": ("nf4", ())}
 DEMO_RECIPES |= {"llm-int8": ("llm-int8", ()), "fp8": ("fp8", ())}
 SHAPES = ((2, 1), (1, 2), (2, 2))
-
-pytestmark = pytest.mark.long  # `test_engine_parallel.py` has real processes in every run
 
 
 def load_script() -> Any:
