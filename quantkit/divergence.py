@@ -5,8 +5,12 @@ Both look at logits in pieces, small enough for large vocabularies.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from quantkit.errors import QuantkitError
 
 CHUNK_VALUES = 1 << 24  # logits looked at together: 64 MB in float32, a vocabulary may have 256 thousand entries
 
@@ -15,6 +19,15 @@ def pieces(logits: Tensor) -> tuple[Tensor, ...]:
     """Logits [positions, vocabulary], a few positions at a time."""
     found: tuple[Tensor, ...] = logits.split(max(1, CHUNK_VALUES // logits.shape[-1]))
     return found
+
+
+def perplexity_of(nats: float) -> float:
+    """Of a mean loss of tokens; also the ratio of two perplexities, of the difference of their losses."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        message = f"a token costs {nats:,.0f} nats, a perplexity beyond every number; the weights must be broken"
+        raise QuantkitError(message) from None
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

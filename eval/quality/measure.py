@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.divergence import pieces, token_divergence, token_losses
+from quantkit.divergence import perplexity_of, pieces, token_divergence, token_losses
 from quantkit.errors import InputError, QuantkitError
 from quantkit.eval.quality.bootstrap import Interval, Resamples
 from quantkit.eval.quality.predictors import Predictor
@@ -87,7 +87,7 @@ def measure_quality(
     tokens, sizes = _token_counts(losses), torch.tensor(windows.window_bytes, dtype=torch.float64)
     how = model.describe()
     return QualityResult(
-        perplexity=everything.ratio(losses.sum(1), tokens).scaled(math.exp),
+        perplexity=everything.ratio(losses.sum(1), tokens).scaled(perplexity_of),
         bits_per_byte=everything.ratio(losses.sum(1), sizes).scaled(lambda nats: nats / math.log(2)),
         **_comparison(losses, compared, seed),
         tokens=windows.tokens,
@@ -173,8 +173,8 @@ def _comparison(losses: Tensor, compared: _Compared | None, seed: int) -> dict[s
     differences = (losses[:count] - compared.base_losses).sum(1)
     return {
         "compared_windows": count,
-        "base_perplexity": resamples.ratio(compared.base_losses.sum(1), tokens).scaled(math.exp),
-        "perplexity_ratio": resamples.ratio(differences, tokens).scaled(math.exp),
+        "base_perplexity": resamples.ratio(compared.base_losses.sum(1), tokens).scaled(perplexity_of),
+        "perplexity_ratio": resamples.ratio(differences, tokens).scaled(perplexity_of),
         "kl": resamples.ratio(compared.divergence.sum(1), tokens),
         "kl_p99": resamples.quantile(compared.divergence, 0.99),
         "top1_agreement": resamples.ratio(compared.agreed.sum(1), tokens),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from quantkit.arch import Family
 from quantkit.blocks import POSITIONS, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
-from quantkit.divergence import token_divergence, token_losses
+from quantkit.divergence import perplexity_of, token_divergence, token_losses
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def compare_by_blocks(
                 losses[model] += float(token_losses(values, targets[part]).sum())
             divergence += float(token_divergence(*logits).sum())
     scored = len(windows) * (windows.shape[1] - 1)
-    before, after = (math.exp(loss / scored) for loss in losses)
+    before, after = (perplexity_of(loss / scored) for loss in losses)
     return Quality(before, after, divergence / scored, len(windows), windows.shape[1], text.name)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit import divergence
 from quantkit.bundled import HELDOUT_TEXT
-from quantkit.divergence import token_divergence
+from quantkit.divergence import perplexity_of, token_divergence
 from quantkit.errors import InputError, QuantkitError
 from quantkit.eval.quality.measure import QualityResult, measure_quality
 from quantkit.eval.quality.predictors import BACKENDS, Predictor, load_predictor
@@ -218,6 +218,13 @@ def test_token_divergence_is_the_definition(chunk: int, dtype: torch.dtype, monk
     assert found.shape == (13,)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-7)
     assert not token_divergence(base, base).any()
+
+
+def test_a_perplexity_beyond_every_number_is_said_in_words() -> None:
+    assert perplexity_of(2.0) == pytest.approx(math.e**2)
+    assert perplexity_of(-1000.0) == 0.0
+    with pytest.raises(QuantkitError, match=r"a token costs 1,234 nats, a perplexity beyond every number"):
+        perplexity_of(1234.0)
 
 
 def test_tokens_that_the_base_excludes_add_nothing() -> None:

@@ -2,8 +2,9 @@
 
     python -m quantkit.runtime.server.engine_process.process FD
 
-It first reads what to serve, then answers `add` and `abort`. One thread reads, one writes, the main one steps; so
-neither a slow server nor a long message stalls a step. When the other side goes, it goes.
+It first reads what to serve, then answers `add` and `abort`. One thread reads, one writes, one compiles grammars, the
+main one steps; so neither a slow server, a long message nor a hard grammar stalls a step. When the other side goes, it
+goes.
 
     in    {"serve": {"model", "options"}}, {"add": {"id", "prompt", "params", "priority", "guide"}},
           {"abort": id, "index": of one of its answers, or null}
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, QuantkitError
@@ -57,6 +59,9 @@ class EngineLoop:
         self._names: dict[int, int] = {}  # the engine's id of a request -> the server's
         self._requests: dict[int, Request] = {}  # by the server's id
         self._compiler: GuideCompiler | None = None
+        self._compiling: set[int] = set()  # requests whose guides are being made, by the server's id
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._inbox: queue.Queue[framing.Message | None] = queue.Queue()
         self._known_answer = KnownAnswer(engine) if isinstance(engine.peers, Alone) else None
         self._sent_stats = 0.0
         self._began: float | None = None  # when the present step did
@@ -69,6 +74,7 @@ class EngineLoop:
 
     def run(self, inbox: queue.Queue[framing.Message | None]) -> None:
         """Until the inbox brings None."""
+        self._inbox = inbox
         while True:
             try:
                 message = inbox.get_nowait() if self._engine.busy else inbox.get()
@@ -82,16 +88,44 @@ class EngineLoop:
     def _take(self, message: framing.Message) -> None:
         if "add" in message:
             self._add(message["add"])
+        elif "compiled" in message:
+            self._add_guided(message["compiled"], message["guides"])
         elif "abort" in message:
             self._abort(message["abort"], message["index"])
         elif "broken" in message:
             self._engine.check()
 
     def _add(self, wanted: dict[str, Any]) -> None:
+        """At once, or when its guides are there: until then the request waits alone."""
+        if wanted["guide"] is None:
+            self._admit(wanted, [])
+            return
+        self._compiling.add(wanted["id"])
+        self._threads.submit(self._compile, wanted)
+
+    def _compile(self, wanted: dict[str, Any]) -> None:
+        """In a thread of its own: the first guide loads the tokenizer, and a grammar may take seconds."""
+        try:
+            found: list[Any] | QuantkitError = self._guides(wanted["guide"], wanted["params"]["n"])
+        except QuantkitError as error:
+            found = error
+        except Exception as error:
+            found = QuantkitError(f"the structured output cannot be prepared: {_in_one_line(error)}")
+        self._inbox.put({"compiled": wanted, "guides": found})
+
+    def _add_guided(self, wanted: dict[str, Any], guides: list[Any] | QuantkitError) -> None:
+        if wanted["id"] not in self._compiling:  # aborted meanwhile
+            return
+        self._compiling.discard(wanted["id"])
+        if isinstance(guides, QuantkitError):
+            self._outbox.put({"refused": wanted["id"], "why": str(guides)})
+        else:
+            self._admit(wanted, guides)
+
+    def _admit(self, wanted: dict[str, Any], guides: list[Any]) -> None:
         try:
             given = wanted["params"] | {"logit_bias": dict(wanted["params"]["logit_bias"])}
             params = SamplingParams(**given)
-            guides = self._guides(wanted["guide"], params.n)
             request = self._engine.add(wanted["prompt"], params, priority=wanted["priority"], guides=guides)
         except QuantkitError as error:
             self._outbox.put({"refused": wanted["id"], "why": str(error)})
@@ -101,6 +135,8 @@ class EngineLoop:
 
     def _abort(self, name: int, index: int | None) -> None:
         """One of the n answers, or all of them where `index` is None. What has ended is not known here any more."""
+        if index is None:
+            self._compiling.discard(name)
         request = self._requests.get(name)
         if request is not None:
             self._engine.abort(request.id, index)
@@ -108,9 +144,7 @@ class EngineLoop:
                 del self._requests[name], self._names[request.id]
         self._send_stats()
 
-    def _guides(self, spec: dict[str, Any] | None, count: int) -> list[Any]:
-        if spec is None:
-            return []
+    def _guides(self, spec: dict[str, Any], count: int) -> list[Any]:
         from quantkit.runtime.sampling.structured_output import (  # a library that few requests need
             GuideCompiler,
             GuideSpec,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import queue
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.server.config_file import ApiKey
 from quantkit.runtime.server.engine_process import process
@@ -178,3 +181,55 @@ def test_log_probabilities_of_a_prompt_come_in_parts(
     assert len(pending.prompt_logprobs) == len(pending.prompt_top_logprobs) == 25
     assert pending.prompt_logprobs[0] is None
     assert all(len(row) == 2 for row in pending.prompt_top_logprobs[1:])
+
+
+# Grammars
+
+
+class Anything:
+    """A guide that allows all."""
+
+    finished = False
+
+    def advance(self, token: int) -> None: ...
+
+    def mask(self) -> torch.Tensor:
+        return torch.ones(112, dtype=torch.bool)
+
+
+def test_a_grammar_is_compiled_beside_the_steps(
+    family_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are answered meanwhile; one that is aborted before its grammar is ready is never begun."""
+    engine = start_engine(family_model("llama"), EngineOptions(device="cpu", max_context=64))
+    outbox: queue.Queue[Any] = queue.Queue()
+    loop, ready = process.EngineLoop(engine, "tiny", outbox), threading.Event()
+
+    def compile_slowly(spec: Any, count: int) -> list[Any]:
+        ready.wait(10)
+        if spec["text"] == "wrong":
+            raise InputError("the regex cannot be used")
+        return [Anything()] * count
+
+    monkeypatch.setattr(loop, "_guides", compile_slowly)
+    params = {"n": 1, "max_tokens": 3, "ignore_eos": True, "logit_bias": ()}
+    wanted = {"prompt": [5, 6, 7], "params": params, "priority": 0}
+    for name, text in ((1, "right"), (2, "wrong"), (3, "aborted")):
+        loop._take({"add": wanted | {"id": name, "guide": {"kind": "regex", "text": text}}})
+    loop._take({"add": wanted | {"id": 4, "guide": None}})
+    while engine.busy:
+        loop._step()
+    assert {row[0] for message in drained(outbox) for row in message.get("outputs", ())} == {4}
+    loop._take({"abort": 3, "index": None})
+    ready.set()
+    for _ in range(3):
+        loop._take(loop._inbox.get(timeout=10))
+    while engine.busy:
+        loop._step()
+    told = list(drained(outbox))
+    assert [message["refused"] for message in told if "refused" in message] == [2]
+    assert {row[0] for message in told for row in message.get("outputs", ())} == {1}
+
+
+def drained(outbox: "queue.Queue[Any]") -> list[Any]:
+    return [outbox.get() for _ in range(outbox.qsize())]
