@@ -90,6 +90,7 @@ class Engine:
         self._ahead = options.in_stages - 1 if self._staged else int(options.overlaps)  # steps that need not be back
         self._in_flight: deque[InFlight] = deque()
         self._at_work: StepPlan | None = None  # the step that is being launched or looked at
+        self._outputs: list[TokenOutput] = []  # what the present call of `step` has found so far
         self.speculation = speculation or Speculation()
         self.steps = 0
         self.generated = 0  # tokens
@@ -159,15 +160,15 @@ class Engine:
 
         Where nobody can go on without these tokens, as in speculation, they are looked at first.
         """
-        outputs: list[TokenOutput] = []
+        self._outputs = []
         if self._in_flight and self._nobody_can_go_on():
-            outputs = self._take(self._in_flight.popleft())
+            self._take(self._in_flight.popleft())
         launched = self._launch()
         if launched is not None:
             self._in_flight.append(launched)
         if len(self._in_flight) > (self._ahead if launched is not None else 0):
-            outputs += self._take(self._in_flight.popleft())
-        return outputs
+            self._take(self._in_flight.popleft())
+        return self._outputs
 
     def _nobody_can_go_on(self) -> bool:
         """Without the results of the oldest step. Through stages, others may start meanwhile."""
@@ -180,6 +181,7 @@ class Engine:
         plan = self._at_work = self.scheduler.schedule()
         self.runner.prepare(plan)
         if not plan.scheduled:  # everybody gave way, perhaps to host memory
+            self._at_work = None
             return None
         now = time.monotonic()
         for work in plan.scheduled:
@@ -193,7 +195,8 @@ class Engine:
         return flight
 
     def recover(self, why: str) -> list[TokenOutput]:
-        """After `step` has raised: the answers of that step end with an error, the others go on.
+        """After `step` has raised: the answers of that step end with an error, the others go on. Gives what `step` had
+        found before, too.
 
         Nothing is believed of what the step should have written. Raises AssertionError where the engine is not in order
         then, or where nobody knows which step failed; with other ranks, which are in the middle of it, always.
@@ -202,15 +205,12 @@ class Engine:
         assert plan is not None, "no step was at work"
         assert isinstance(self.peers, Alone), "other ranks are in the middle of the step"
         self.scheduler.undo(plan)
-        outputs = []
         for sequence in [work.sequence for work in plan.scheduled if not work.sequence.finished]:
-            request, index = self._owners[sequence.id]
-            self._end(sequence, "error")
-            outputs.append(TokenOutput(request.id, index, None, finished="error", stop_reason=why))
+            self._give_up(sequence, why)
         self.runner.forget_table()
         self.speculation.drop_steps(len(self._in_flight))
         self.check_integrity()
-        return outputs
+        return self._outputs
 
     def drain(self) -> None:
         """Waits for what is still on its way when all requests have finished: steps that were one too many."""
@@ -241,13 +241,12 @@ class Engine:
         self.scheduler.check_integrity()
         assert self.scheduler.unfinished == len(self._owners)
 
-    def _take(self, flight: InFlight) -> list[TokenOutput]:
+    def _take(self, flight: InFlight) -> None:
         self._at_work = flight.plan
         ready = self.runner.arrived(flight)
         for sequence_id, found in ready.prompts.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id][0].add_prompt_logprobs(found)
-        outputs = []
         outcomes = self.runner.collect(ready)
         if ready.plan.has_trees:
             self.runner.keep_paths(outcomes)
@@ -258,32 +257,36 @@ class Engine:
             self.scheduler.settle(outcome.scheduled, outcome.num_accepted, in_order)
             for sampled in outcome.tokens:
                 if not sequence.finished:
-                    outputs.append(self._advance(sequence, sampled))
+                    self._advance(sequence, sampled)
         self._at_work = None
-        return outputs
 
-    def _advance(self, sequence: Sequence, sampled: Sampled) -> TokenOutput:
+    def _advance(self, sequence: Sequence, sampled: Sampled) -> None:
         """A token has arrived: what it means for its sequence."""
-        request, index = self._owners[sequence.id]
         if sampled.token == NO_TOKEN:
             self.scheduler.pool.withdraw(sequence.pages)
-        else:
-            sequence.tokens.append(sampled.token)
-            self.generated += 1
-            self.scheduler.publish(sequence)
+            self._give_up(sequence, "the model's logits are not finite")
+            return
+        request, index = self._owners[sequence.id]
+        sequence.tokens.append(sampled.token)
+        self.generated += 1
+        self.scheduler.publish(sequence)
         reason, cause = why_ends(sequence, sampled.token, self.config.eos)
         if reason is not None:
             self._end(sequence, reason)
-        if sampled.token == NO_TOKEN:
-            return TokenOutput(request.id, index, None, finished=reason, stop_reason=cause)
-        return TokenOutput(request.id, index, sampled.token, sampled.logprob, sampled.top, reason, cause)
+        found = TokenOutput(request.id, index, sampled.token, sampled.logprob, sampled.top, reason, cause)
+        self._outputs.append(found)
+
+    def _give_up(self, sequence: Sequence, why: str) -> None:
+        request, index = self._owners[sequence.id]
+        self._end(sequence, "error")
+        self._outputs.append(TokenOutput(request.id, index, None, finished="error", stop_reason=why))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """One of the answers to a request; with the last of them the request is gone."""
         self.scheduler.finish(sequence, reason)
         self.speculation.forget(sequence)
-        request, _ = self._owners.pop(sequence.id, (None, 0))
-        if request is not None and request.finished:
+        request, _ = self._owners.pop(sequence.id)
+        if request.finished:
             del self.requests[request.id]
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sequence import FinishReason, Sequence
-from quantkit.runtime.core.step_result import NO_TOKEN
 
 
 def why_ends(sequence: Sequence, token: int, eos: tuple[int, ...]) -> tuple[FinishReason | None, int | str | None]:
     """Why a sequence ends with this token (None: it goes on), and what brought it about: an end token that is not the
     model's own, or what went wrong."""
-    if token == NO_TOKEN:
-        return "error", "the model's logits are not finite"
     if token in sequence.end_tokens:
         return "stop", None if token in eos else token
     if sequence.guide is not None:
