@@ -74,18 +74,22 @@ def sample(
     whole = upto[:, -1]
     drawn = (uniform(seed, step).double() * 2.0**-53 * whole.double()).long().clamp(max=whole - 1)
     drawn_tokens = (upto <= drawn[:, None]).sum(-1)
-    tokens, _ = greedy(logits)
+    tokens = _largest(logits)
     tokens = torch.where((temperature > 0) & (whole > 0) & (tokens >= 0), drawn_tokens, tokens)
     return tokens, _logprobs(logits, tokens)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `sampling/greedy.py`."""
+    tokens = _largest(logits)
+    return tokens, _logprobs(logits, tokens)
+
+
+def _largest(logits: Tensor) -> Tensor:
     top = logits.amax(-1, keepdim=True)
     places = torch.arange(logits.shape[1], device=logits.device)
     tokens = torch.where(logits == top, places, logits.shape[1]).amin(-1)
-    tokens = torch.where(top[:, 0] < math.inf, tokens, -1)  # NaN is the largest, too
-    return tokens, _logprobs(logits, tokens)
+    return torch.where(top[:, 0] < math.inf, tokens, -1)  # NaN is the largest, too
 
 
 def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ def _deploy(config: DeployConfig, address: str | None, dry_run: bool, as_json: b
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray had set handlers of its own
             signal.signal(number, lambda *_: _on_signal(stopping))
     front = config.front_settings
-    if not front.api_keys and not front.on_loopback:
-        _tell(f"warning: no API keys, and {front.host} is no loopback address: whoever reaches it may ask")
+    if front.warning is not None:
+        _tell(f"warning: {front.warning}")
     cluster.deploy(config, every_node=address is not None, tell=_tell)
     scheme = "http" if front.tls_certfile is None else "https"
     names = ", ".join(model.name for model in config.models)

@@ -7,6 +7,7 @@ its pages and computes its part.
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -89,6 +90,10 @@ class ModelPart:
         if moves.copies:
             source, target = (torch.tensor(side, device=self.device) for side in zip(*moves.copies, strict=True))
             pages[:, :, target] = pages[:, :, source]
+
+    def keep_on_host(self, sequences: Container[int]) -> None:
+        """Of these only; what others had there is not wanted."""
+        self._on_host = {one: pages for one, pages in self._on_host.items() if one in sequences}
 
     def run(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor | None, LogitsRows]:
         """What comes behind this part's blocks: of all tokens (None where all are answers), and of the rows behind

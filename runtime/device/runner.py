@@ -171,9 +171,11 @@ class Runner:
             row += len(work.draft) + 1
         return found
 
-    def forget_table(self) -> None:
-        """After a step that failed: what of the page table had reached the device is not known."""
+    def forget_step(self) -> None:
+        """After a step that failed: what of the page table had reached the device is not known, and pages in host
+        memory are kept of those only who will ask for them."""
         self._changes.forget()
+        self.part.keep_on_host(self._swapped)
 
     def keep_paths(self, outcomes: list[Outcome]) -> None:
         """Keys and values of guesses that were right, from where a tree had them to where the next step looks."""

@@ -207,7 +207,7 @@ class Engine:
         self.scheduler.undo(plan)
         for sequence in [work.sequence for work in plan.scheduled if not work.sequence.finished]:
             self._give_up(sequence, why)
-        self.runner.forget_table()
+        self.runner.forget_step()
         self.speculation.drop_steps(len(self._in_flight))
         self.check_integrity()
         return self._outputs

@@ -110,7 +110,6 @@ class PagePool:
         assert {digest: page for page, digest in self._digests.items()} == self._by_digest, "digests do not match"
 
     def _forget(self, page: int) -> None:
-        digest = self._digests.pop(page, None)
-        if digest is not None:
-            del self._by_digest[digest]
+        if page in self._digests:
+            self.withdraw([page])
             self.evictions += 1

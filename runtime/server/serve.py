@@ -48,8 +48,8 @@ def run(served: Sequence[ServerSettings]) -> int:
     setup_logging(settings.log_level)
     _check_tls(settings)
     with _bind(settings.host, settings.port) as listener:
-        if not settings.api_keys and not settings.on_loopback:
-            _say(f"no API keys, and {settings.host} is no loopback address: whoever reaches it may ask", warn=True)
+        if settings.warning is not None:
+            _say(settings.warning, warn=True)
         factory = uvicorn.Config(_nothing, log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
             return runner.run(_Serving(served, listener).run())

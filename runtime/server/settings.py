@@ -188,6 +188,13 @@ class ServerSettings(BaseModel):
         return is_loopback(self.host)
 
     @property
+    def warning(self) -> str | None:
+        """What an operator should know before anybody asks."""
+        if self.api_keys or self.on_loopback:
+            return None
+        return f"no API keys, and {self.host} is no loopback address: whoever reaches it may ask"
+
+    @property
     def engine_options(self) -> dict[str, Any]:
         """What `EngineOptions` takes."""
         return {name: getattr(self, name) for name in ENGINE_OPTIONS}
