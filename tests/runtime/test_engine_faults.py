@@ -14,16 +14,15 @@ import torch
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.known_answer import KnownAnswer
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.server.engine_process.process import EngineLoop
 from quantkit.runtime.startup import start_engine
+from spoiled_logits import KINDS, spoil
 
 Start = Callable[..., Engine]
 Answers = dict[int, list[int]]
@@ -201,15 +200,7 @@ def test_the_known_answer_is_no_request(start: Start) -> None:
 # Logits that are not finite
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_tokens=12, ignore_eos=True),
-        SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, top_p=0.9, top_k=40, seed=1, logprobs=3),
-        SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.2, presence_penalty=0.5, logprobs=0),
-    ],
-    ids=["greedy", "sampled", "penalized"],
-)
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("options", [{}, {"speculative": "ngram,k=3,adaptive=off"}], ids=["plain", "ngram"])
 def test_one_answer_ends_where_its_logits_are_not_finite(
     options: dict[str, Any], params: SamplingParams, start: Start, monkeypatch: pytest.MonkeyPatch
@@ -219,37 +210,13 @@ def test_one_answer_ends_where_its_logits_are_not_finite(
     expected, _ = run(alone)
     engine = start(**options)
     requests = [engine.add(prompt, params) for prompt in PROMPTS[:3]]
-    victim = requests[1].sequences[0]
-    spoil(monkeypatch, engine, victim)
+    spoil(monkeypatch, requests[1].sequences[0], known=5)
     answers, failed = run(engine)
     assert failed == {requests[1].id: "the model's logits are not finite"}
     for request, other in ((requests[0], wanted[0]), (requests[2], wanted[2])):
         assert answers[request.id] == expected[other.id]
     assert len(answers[requests[1].id]) < 12
     assert answers[requests[1].id] == expected[wanted[1].id][: len(answers[requests[1].id])]
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, engine: Engine, victim: Sequence) -> None:
-    """Its logits have a NaN from its fifth token on."""
-    sampler, logits_of = engine.runner._sampler, Decoder.logits
-    rows: list[Sequence] = []
-
-    def logits(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = logits_of(self, hidden)
-        return found
-
-    call = type(sampler).__call__
-
-    def sampled(self: Any, given: torch.Tensor, owners: Any, *rest: Any) -> Any:
-        rows[:] = owners
-        given = given.clone()
-        for row, owner in enumerate(owners):
-            if owner is victim and len(victim.answer) >= 5:
-                given[row, 17] = math.nan
-        return call(self, given, owners, *rest)
-
-    monkeypatch.setattr(Decoder, "logits", logits)
-    monkeypatch.setattr(type(sampler), "__call__", sampled)
 
 
 class Worn:

@@ -1,15 +1,13 @@
 """The engine on a GPU: many requests, aborts, graphs, overlap; every answer is the one that a request alone gets."""
 
-import math
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM, Generation
-from quantkit.runtime.sampling.sampler import Sampler
+from spoiled_logits import KINDS, spoil
 
 pytestmark = pytest.mark.gpu
 
@@ -144,15 +142,7 @@ def test_sampling_on_the_gpu() -> None:
     assert all(len(row) == 3 for row in alone.top_logprobs)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_tokens=12, ignore_eos=True),
-        SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, top_p=0.9, top_k=40, seed=1, logprobs=3),
-        SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.2, presence_penalty=0.5, logprobs=0),
-    ],
-    ids=["greedy", "sampled", "penalized"],
-)
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("speculative", [None, "draft=demo-draft,k=3,adaptive=off"])
 def test_logits_that_are_not_finite_end_one_answer(
     params: SamplingParams, speculative: str | None, monkeypatch: pytest.MonkeyPatch
@@ -161,16 +151,7 @@ def test_logits_that_are_not_finite_end_one_answer(
     llm = LLM("demo", device="cuda", dtype="bfloat16", max_context=128, kv_tokens=2048, speculative=speculative)
     engine = llm.engine
     requests = [engine.add([5 + number, 6, 7, 8], params) for number in range(4)]
-    victim, sample = requests[1].sequences[0], Sampler.__call__
-
-    def spoiled(self: Sampler, logits: torch.Tensor, owners: Any, *rest: Any) -> Any:
-        logits = logits.clone()
-        for row, owner in enumerate(owners):
-            if owner is victim and len(victim.answer) >= 4:
-                logits[row, 17] = math.nan
-        return sample(self, logits, owners, *rest)
-
-    monkeypatch.setattr(Sampler, "__call__", spoiled)
+    spoil(monkeypatch, requests[1].sequences[0], known=4)
     counts, reasons = [0] * 4, [""] * 4
     while engine.busy:
         for output in engine.step():
