@@ -29,11 +29,13 @@ class ReplicaLauncher:
     def __init__(self, connection: socket.socket, host: str) -> None:
         self.host = host
         self._connection = connection
+        self._started: list[int] = []
         self._ended: dict[int, str] = {}
         self._stopped = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 
     def start(self, jobs: Sequence[Job]) -> None:
+        self._started = [job.ranks.rank for job in jobs]
         self._connection.sendall(framing.pack_message({"start": [job.to_json() for job in jobs]}))
 
     def check(self) -> dict[int, str]:
@@ -50,6 +52,8 @@ class ReplicaLauncher:
                 self._ended[message["ended"]["rank"]] = message["ended"]["why"]
             else:
                 self._stopped.set()
+        for rank in self._started:
+            self._ended.setdefault(rank, "the replica that started it is gone")
         self._stopped.set()
 
 

@@ -8,8 +8,8 @@ A rank ends when rank 0 does, and the engine when a rank does: then the engine p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import logging
 import socket
 from typing import Any
 
@@ -22,6 +22,7 @@ from quantkit.runtime.core import framing
 from quantkit.runtime.parallel.launcher import Job
 from quantkit.runtime.parallel.rank_process import run_worker
 from quantkit.runtime.server.engine_process.client import EngineClient, start_module
+from quantkit.runtime.server.logs import log_event
 
 
 class RankActor:
@@ -55,11 +56,13 @@ class RankedClient(EngineClient):
         return process
 
     async def _end_crew(self) -> None:
-        if self._crew is not None:
-            self._crew.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._crew
-            self._crew = None
+        """However it ended, or must: the next engine gets a new one."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.cancel()
+            await asyncio.wait([crew])
+            if not crew.cancelled() and (error := crew.exception()) is not None:
+                log_event("ranks failed", level=logging.ERROR, reason=f"{type(error).__name__}: {error}")
 
 
 async def _serve_ranks(asked: socket.socket, bundles: list[Bundle]) -> None:
@@ -73,8 +76,7 @@ async def _serve_ranks(asked: socket.socket, bundles: list[Bundle]) -> None:
             if "start" in message:
                 for job in message["start"]:
                     rank = json.loads(job)["ranks"]["rank"]
-                    actors.append(_start(rank, bundles[rank]))
-                    watching.append(asyncio.create_task(_tell_its_end(rank, actors[-1].run.remote(job), writer)))
+                    watching.append(asyncio.create_task(_run_rank(rank, job, bundles[rank], actors, writer)))
             else:
                 _kill(actors)
                 writer.write(framing.pack_message({"stopped": True}))
@@ -103,14 +105,19 @@ def _start(rank: int, bundle: Bundle) -> Any:
     )
 
 
-async def _tell_its_end(rank: int, running: Any, writer: asyncio.StreamWriter) -> None:
+async def _run_rank(rank: int, job: str, bundle: Bundle, actors: list[Any], writer: asyncio.StreamWriter) -> None:
+    """Until it ends; then the engine is told why."""
     try:
-        await running
+        actor = _start(rank, bundle)
+        actors.append(actor)
+        await actor.run.remote(job)
         why = "it ended"
     except ray.exceptions.RayTaskError as error:
         why = str(error).strip().splitlines()[-1]
     except ray.exceptions.RayError:
         why = "its Ray actor died"
+    except Exception as error:  # whatever keeps it from starting: the engine must not wait for it
+        why = f"it could not be started: {error}"
     writer.write(framing.pack_message({"ended": {"rank": rank, "why": why}}))
 
 

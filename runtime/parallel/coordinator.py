@@ -8,8 +8,6 @@ ranks are ended, and everything that is asked of the engine fails with the reaso
 from __future__ import annotations
 
 import queue
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.channel import Channel, Kind, Lists, Talk, pack, unpack_talk
+from quantkit.runtime.parallel.door import Door, new_token
 from quantkit.runtime.parallel.launcher import Address, Job, Launcher
 
 _CAUSE_SECONDS = 1.0  # to wait for the death behind an error that another rank's death has caused
@@ -49,9 +48,9 @@ class Coordinator:
         self._error: QuantkitError | None = None
         self._listeners: list[Callable[[], None]] = []
         self._stopping = False
-        self._listening = socket.create_server((launcher.host, 0))
-        port = self._listening.getsockname()[1]
-        self.address = Address(launcher.host, port, secrets.token_hex(16))
+        token = new_token()
+        self._door = Door(launcher.host, token)
+        self.address = Address(launcher.host, self._door.port, token)
         others = [Ranks(ranks.tensor, ranks.pipeline, rank) for rank in range(1, ranks.world)]
         launcher.start([Job(other, self.address, model, options) for other in others])
         threading.Thread(target=self._watch, daemon=True).start()
@@ -59,7 +58,6 @@ class Coordinator:
     def gather(self) -> None:
         """Waits until every rank has called."""
         end = time.monotonic() + _HELLO_SECONDS
-        self._listening.settimeout(0.1)
         while len(self._channels) < self.ranks.world - 1:
             ended = self.launcher.check()
             for rank, reason in ended.items():
@@ -67,27 +65,10 @@ class Coordinator:
             self.check(wait=bool(ended))
             if time.monotonic() > end:
                 raise QuantkitError(f"the other ranks did not call within {_HELLO_SECONDS:.0f} s; start again")
-            with suppress(TimeoutError):
-                self._welcome(self._listening.accept()[0])
-        self._listening.close()
-
-    def _welcome(self, connection: socket.socket) -> None:
-        """A rank names itself; whoever does not know the token is turned away."""
-        connection.settimeout(5)
-        channel = Channel(connection)
-        try:
-            first = channel.read()
-            hello = unpack_talk(first[1]) if first is not None else {}
-            rank, token = hello["rank"], hello["token"]
-            known = secrets.compare_digest(token, self.address.token) and 0 < rank < self.ranks.world
-        except (ValueError, KeyError, TypeError, AssertionError):  # none of our messages
-            known = False
-        if not known:
-            channel.close()
-            return
-        connection.settimeout(None)
-        self._channels[rank] = channel
-        threading.Thread(target=self._listen, args=(rank, channel), daemon=True).start()
+            for rank, connection in self._door.wait(0.1).items():
+                self._channels[rank] = channel = Channel(connection)
+                threading.Thread(target=self._listen, args=(rank, channel), daemon=True).start()
+        self._door.close()
 
     def say(self, talk: Talk) -> None:
         for channel in list(self._channels.values()):
@@ -173,7 +154,7 @@ class Coordinator:
         self._stopping = True
         self.send(Kind.STOP, [])
         self._deaths.put(None)
-        self._listening.close()
+        self._door.close()
         self.launcher.stop()
         for channel in self._channels.values():
             channel.close()

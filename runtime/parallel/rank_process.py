@@ -31,6 +31,7 @@ from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ranks import Ranks, local_config
 from quantkit.runtime.parallel.channel import Channel, Kind, Lists, Talk, unpack, unpack_talk
+from quantkit.runtime.parallel.door import greet
 from quantkit.runtime.parallel.launcher import Address, Job
 from quantkit.runtime.parallel.pipeline import Pipeline, ReceivedRows, make_store
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
@@ -46,8 +47,8 @@ def run_worker(ranks: Ranks, address: Address, model: str, options: EngineOption
     """Serves as one rank; `options` name its own device. Raises what it also tells rank 0."""
     connection = socket.create_connection((address.host, address.port), timeout=_CONNECT_SECONDS)
     connection.settimeout(None)
+    greet(connection, ranks.rank, address.token)
     channel = Channel(connection)
-    channel.say({"rank": ranks.rank, "token": address.token})
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
     try:

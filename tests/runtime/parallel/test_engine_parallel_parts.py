@@ -21,6 +21,7 @@ from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.channel import Channel, Kind, pack, unpack
 from quantkit.runtime.parallel.coordinator import Coordinator
+from quantkit.runtime.parallel.door import greet, new_token
 from quantkit.runtime.parallel.launcher import Address, Job
 from quantkit.runtime.parallel.peer_ranks import bubble
 from quantkit.runtime.parallel.step_message import (
@@ -184,11 +185,11 @@ class Strangers:
     "hello",
     [
         lambda connection: connection.sendall(b"GET / HTTP/1.1\r\n\r\n"),
-        lambda connection: Channel(connection).say({"rank": 1, "token": "guessed"}),
-        lambda connection: Channel(connection).say({"rank": "one"}),
-        lambda connection: Channel(connection).send(Kind.STEP, b"\xff\xff"),
+        lambda connection: greet(connection, 1, new_token()),
+        lambda connection: Channel(connection).send(Kind.TALK, b"[" * 100_000),
+        lambda connection: connection.shutdown(socket.SHUT_WR),
     ],
-    ids=["http", "wrong token", "no token", "no text"],
+    ids=["http", "wrong token", "nested", "no word"],
 )
 def test_strangers_are_turned_away(hello: Callable[[socket.socket], None]) -> None:
     strangers = Strangers(hello)
