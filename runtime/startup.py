@@ -142,7 +142,10 @@ def build_engine(
         decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
         cache = allocate_draft_cache(model.config, runner.cache, dtype)
         rows, graphs = runner.device_rows.alone(), runner.graphs
-        loop = DraftLoop(decoder, cache, ops_for(device, dtype), rows, graphs is not None)
+        assert options.speculation is not None
+        loop = DraftLoop(
+            decoder, cache, ops_for(device, dtype), rows, most=options.speculation.most, graphs=graphs is not None
+        )
         prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
         return ModelDrafter(ModelPart(decoder, cache, rows, prompt_graphs=prompts), loop)
 

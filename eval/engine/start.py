@@ -18,7 +18,6 @@ from quantkit.formats import Format
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.drafters.draft_model import DraftModel
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import SpeculativeOptions
 from quantkit.runtime.model.config import ModelConfig, read_model_config
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.startup import Stages, build_engine, start_engine
@@ -116,7 +115,7 @@ def check_draft(model: str, options: EngineOptions) -> None:
 
 
 def _draft_path(options: EngineOptions) -> str | None:
-    asked = None if options.speculative is None else SpeculativeOptions.parse(options.speculative)
+    asked = options.speculation
     return asked.what if asked is not None and asked.kind == "draft" else None
 
 

@@ -59,7 +59,8 @@ def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Li
     wide = f"max(3 x {config.intermediate:,}, {qkv:,} + 2 x {attention:,}) + 3 x {config.hidden:,}"
     yield "activations of a step", f"{STEP_TOKENS:,} tokens x ({wide}) x 2 bytes = {_gb(reserve.hidden)}"
     yield "a weight in 16 bit", f"{config.hidden:,} x {config.intermediate:,} x 2 x 2 bytes = {_gb(reserve.decoded)}"
-    yield "logits", f"512 rows x {config.vocab:,} x (2 + 12) bytes = {_gb(reserve.logits)}"
+    each = f"(512 rows x (2 + 12) bytes + {SEQUENCES} x 5 for penalties)"
+    yield "logits", f"{config.vocab:,} x {each} = {_gb(reserve.logits)}"
     yield "CUDA and libraries", _gb(LIBRARIES)
     width = f"4 x ({config.intermediate:,} + {config.hidden:,} + {attention:,})"
     decoded = _gb(reserve.decoded)

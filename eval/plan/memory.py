@@ -12,13 +12,14 @@ from quantkit.eval.plan.gpus import Gpu
 from quantkit.eval.plan.model import Cache, Decoder
 from quantkit.eval.plan.weights import WeightPlan
 from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.sampling.sampler import SHAPED_BYTES, TABLE_BYTES
 
 SHARE = EngineOptions.memory_share  # of the GPU's memory
 PAGE = EngineOptions.page_size  # tokens
 STEP_TOKENS = 8192
 SEQUENCES = 256  # at once, unless --max-sequences says another number
 LIBRARIES = 512 << 20  # CUDA, cuBLAS, compiled kernels
-_PROMPT_ROWS = 512  # rows of logits at once
+_LOGITS_ROWS = 512  # at once, of prompts and to sample
 _ACTIVATION = 2  # bytes of a number on its way through the model
 
 
@@ -78,7 +79,7 @@ def reserve_of(decoder: Decoder) -> Reserve:
     return Reserve(
         hidden=STEP_TOKENS * width * _ACTIVATION,
         decoded=decoded,
-        logits=max(SEQUENCES, _PROMPT_ROWS) * config.vocab * (_ACTIVATION + 12),
+        logits=(_LOGITS_ROWS * (_ACTIVATION + SHAPED_BYTES) + SEQUENCES * TABLE_BYTES) * config.vocab,
         libraries=LIBRARIES,
         graphs=SEQUENCES * graph_width * _ACTIVATION * 4 + decoded + (64 << 20),
     )

@@ -28,8 +28,8 @@ from quantkit.eval.speculative.decode import Decoded, Rounds, decode_all, interl
 from quantkit.eval.speculative.results import Forced, SpeculativeRow
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.speculative_options import SpeculativeOptions
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import SpeculativeOptions
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.sources import model_folder
 

@@ -8,6 +8,7 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
+from quantkit.runtime.core.speculative_options import SpeculativeOptions
 
 MOST_RANKS = 1024
 HEAD_BITS = (8, 4)
@@ -93,6 +94,11 @@ class EngineOptions:
     @property
     def overlaps(self) -> bool:
         return self.torch_device.type == "cuda" if self.overlap is None else self.overlap
+
+    @property
+    def speculation(self) -> SpeculativeOptions | None:
+        """None: nobody guesses."""
+        return None if self.speculative is None else SpeculativeOptions.parse(self.speculative)
 
     @property
     def in_stages(self) -> int:

@@ -77,6 +77,7 @@ class Sequence:
     finish_reason: FinishReason | None = None  # set together with FINISHED
     row: int = -1  # of the device's state (`device/device_rows.py`), while it runs
     pages: list[int] = field(default_factory=list)
+    num_replaced: int = 0  # times that some of these were taken away or replaced: else they only become more
     digests: list[Digest] = field(default_factory=list)  # of full pages, as far as tokens are known
     num_computed: int = 0
     num_published: int = 0  # pages offered to others
@@ -109,6 +110,11 @@ class Sequence:
     @property
     def answer(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of the answer, as far as known."""
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def at_limit(self) -> bool:

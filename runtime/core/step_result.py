@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -30,6 +30,12 @@ class Samples:
     logprobs: Tensor | None = None  # float32 [rows], before penalties and temperature
     top: Tensor | None = None  # int64 [rows, most]
     top_logprobs: Tensor | None = None  # float32 [rows, most]
+
+
+def joined(parts: list[Samples]) -> Samples:
+    """One behind the other; all have log-probabilities, or none."""
+    columns = ([getattr(part, field.name) for part in parts] for field in fields(Samples))
+    return Samples(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,13 @@ def make_part(
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
     device_rows = DeviceRows(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
     staged = ranks.pipeline > 1
-    if staged or not options.graphs or options.torch_device.type != "cuda":
-        return ModelPart(decoder, cache, device_rows, timed=staged)
-    graphs = StepGraphs(decoder, cache, device_rows, peers)
-    alone = ranks == Ranks()  # others would have to make the same graphs at the same time
-    return ModelPart(
-        decoder, cache, device_rows, graphs, PromptGraphs(decoder, cache, device_rows, graphs.pool) if alone else None
-    )
+    graphs = prompts = None
+    if options.torch_device.type == "cuda" and options.graphs and not staged:
+        graphs = StepGraphs(decoder, cache, device_rows, peers)
+        if ranks == Ranks():  # others would have to make the same graphs at the same time
+            prompts = PromptGraphs(decoder, cache, device_rows, graphs.pool)
+    host_bytes = int(options.swap_gib * 2**30) // ranks.world
+    return ModelPart(decoder, cache, device_rows, graphs, prompts, timed=staged, host_bytes=host_bytes)
 
 
 def make_decoder(

@@ -52,6 +52,10 @@ def graph_sizes(most: int) -> list[int]:
     return [*(size for size in steps if size < most), most]
 
 
+def padded_guesses(guesses: int) -> int:
+    return DRAFT_LENGTHS[bisect_left(DRAFT_LENGTHS, guesses)]
+
+
 def capture_graph(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     step()  # compiles kernels and sets libraries up, which a capture must not
     torch.cuda.synchronize()

@@ -10,8 +10,12 @@ import torch
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.device.decode_graphs import padded_guesses
+from quantkit.runtime.device.host_pages import DEVICE_BYTES
 from quantkit.runtime.device.prompt_graphs import TOKENS
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.sampling.rejection import VERIFIED_BYTES
+from quantkit.runtime.sampling.sampler import SAMPLED_ROWS, SHAPED_BYTES, TABLE_BYTES
 from quantkit.wording import human_bytes
 
 _CPU_CACHE = 2 << 30  # bytes; a laptop has other things to do
@@ -71,11 +75,12 @@ def plan_memory(
         raise InputError(
             f"max_context is {options.max_context}, but the model was made for {config.max_positions} positions"
         )
+    in_graphs = (config, draft) if device.type == "cuda" and options.graphs else ()
     plan = MemoryPlan(
         available=available,
         weights=weights,
-        activations=_activation_bytes(config, dtype, options),
-        graphs=_graph_bytes(config, dtype, options) if device.type == "cuda" and options.graphs else 0,
+        activations=_activation_bytes(config, dtype, options, draft),
+        graphs=sum(_graph_bytes(one, dtype, options) for one in in_graphs if one is not None),
         page_bytes=page_bytes,
         page_size=options.page_size,
         pages=0,
@@ -158,19 +163,38 @@ def _page_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions)
     return 2 * config.layers * config.kv_heads * options.page_size * config.head_dim * kept.itemsize
 
 
-def _activation_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
+def _activation_bytes(
+    config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: ModelConfig | None
+) -> int:
     """The most that one step holds at a time, estimated from the sizes of its tensors."""
     qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
     width = max(3 * config.intermediate, qkv + 2 * config.heads * config.head_dim) + 3 * config.hidden
     hidden = options.budget * width * dtype.itemsize
     decoded = config.hidden * config.intermediate * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
-    logits = max(options.sequences, _PROMPT_ROWS) * config.vocab * (dtype.itemsize + 12)
-    libraries = _LIBRARIES if options.torch_device.type == "cuda" else 0
-    return hidden + decoded + logits + libraries
+    on_gpu = options.torch_device.type == "cuda"
+    libraries = _LIBRARIES if on_gpu else 0
+    travelling = DEVICE_BYTES if on_gpu and options.swap_gib else 0
+    return hidden + decoded + libraries + travelling + _logits_bytes(config.vocab, dtype, options, draft is not None)
+
+
+def _logits_bytes(vocab: int, dtype: torch.dtype, options: EngineOptions, drafted: bool) -> int:
+    """Of a step in which everybody guesses, and whatever is made of its logits."""
+    guesses = 0 if options.speculation is None else options.speculation.most
+    rows = max(options.sequences, min(options.sequences * (1 + guesses), options.budget), _PROMPT_ROWS)
+    copies = 1 + 2 * (options.tensor_parallel > 1)  # parts of several ranks are put together
+    logits = rows * vocab * dtype.itemsize * copies
+    shaped = SAMPLED_ROWS * vocab * SHAPED_BYTES
+    tables = options.sequences * vocab * TABLE_BYTES
+    if not drafted:
+        return logits + shaped + tables
+    # A loop leaves logits of all guesses; early ones stay beside those of a second loop.
+    kept = 2 * options.sequences * padded_guesses(guesses) * vocab * dtype.itemsize
+    verified = SAMPLED_ROWS * vocab * 4 + VERIFIED_BYTES  # beside the shaped ones
+    return logits + max(shaped, verified) + tables + kept
 
 
 def _graph_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
-    """All graphs share the memory of the largest one."""
+    """All graphs of a model share the memory of the largest one."""
     width = 4 * config.intermediate + 4 * config.hidden + 4 * config.heads * config.head_dim
     decoded = config.hidden * config.intermediate * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
     rows = max(options.sequences * 4, TOKENS[-1])

@@ -7,7 +7,6 @@ its pages and computes its part.
 from __future__ import annotations
 
 import time
-from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from quantkit.runtime.core.step_result import LogitsRows
 from quantkit.runtime.device.decode_graphs import StepGraphs
 from quantkit.runtime.device.device_rows import DeviceRows
+from quantkit.runtime.device.host_pages import HostPages
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.device.step_inputs import PageMoves, StepInputs
 from quantkit.runtime.model.batch import Batch, KvCache
@@ -63,15 +63,16 @@ class ModelPart:
         graphs: StepGraphs | None = None,
         prompt_graphs: PromptGraphs | None = None,
         timed: bool = False,
+        host_bytes: int = 0,
     ) -> None:
-        """`timed`: its clock counts, as one of several stages."""
+        """`timed`: its clock counts, as one of several stages. `host_bytes` are for pages of those who give way."""
         self.decoder = decoder
         self.cache = cache
         self.device_rows = device_rows
         self.graphs = graphs
         self.prompt_graphs = prompt_graphs
         self.clock = BusyClock(cache.pages.device, timed)
-        self._on_host: dict[int, Tensor] = {}  # sequence -> its pages
+        self.host_pages = HostPages(cache.pages, host_bytes)
 
     @property
     def device(self) -> torch.device:
@@ -81,19 +82,14 @@ class ModelPart:
     def move(self, moves: PageMoves) -> None:
         pages = self.cache.pages
         for sequence in moves.dropped:
-            self._on_host.pop(sequence, None)
+            self.host_pages.drop(sequence)
         for sequence, taken in moves.out:
-            self._on_host[sequence] = to_host(pages[:, :, torch.tensor(taken, device=self.device)])
+            self.host_pages.take(sequence, taken)
         for sequence, given in moves.back:
-            kept = self._on_host.pop(sequence)[:, :, : len(given)]  # pages of a draft that was wrong stay behind
-            pages[:, :, torch.tensor(given, device=self.device)] = kept.to(self.device, non_blocking=True)
+            self.host_pages.give(sequence, given)
         if moves.copies:
             source, target = (torch.tensor(side, device=self.device) for side in zip(*moves.copies, strict=True))
             pages[:, :, target] = pages[:, :, source]
-
-    def keep_on_host(self, sequences: Container[int]) -> None:
-        """Of these only; what others had there is not wanted."""
-        self._on_host = {one: pages for one, pages in self._on_host.items() if one in sequences}
 
     def run(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor | None, LogitsRows]:
         """What comes behind this part's blocks: of all tokens (None where all are answers), and of the rows behind

@@ -79,6 +79,11 @@ class Runner:
     def device(self) -> torch.device:
         return self.part.device
 
+    @property
+    def host_room(self) -> int:
+        """Pages that those who give way may have in host memory."""
+        return self.part.host_pages.room
+
     def warm_up(self, sizes: tuple[int, ...]) -> None:
         """Captures graphs before the first request asks for them."""
         if self.graphs is not None:
@@ -175,7 +180,7 @@ class Runner:
         """After a step that failed: what of the page table had reached the device is not known, and pages in host
         memory are kept of those only who will ask for them."""
         self._changes.forget()
-        self.part.keep_on_host(self._swapped)
+        self.part.host_pages.keep(self._swapped)
 
     def keep_paths(self, outcomes: list[Outcome]) -> None:
         """Keys and values of guesses that were right, from where a tree had them to where the next step looks."""

@@ -72,26 +72,33 @@ class TableChanges:
     def __init__(self, num_rows: int, table_width: int) -> None:
         self._width = table_width
         self._sent: list[list[int]] = [[] for _ in range(num_rows)]  # pages of every row, as the device knows them
+        self._state: list[tuple[int, ...]] = [()] * num_rows  # of whose pages these are: while it stays, none changes
 
     def of(self, plan: StepPlan) -> tuple[list[int], list[int]]:
         """Flat index and page, where the page table must change for a step."""
         index: list[int] = []
         numbers: list[int] = []
         for work in plan.scheduled:
-            row, pages = work.sequence.row, work.sequence.pages
-            same = self._unchanged(row, pages)
+            sequence, row, pages = work.sequence, work.sequence.row, work.sequence.pages
+            state = (sequence.id, sequence.num_preemptions, sequence.num_replaced)
+            if state == self._state[row]:
+                same = len(self._sent[row])
+            else:
+                same = self._unchanged(row, pages)
+                self._state[row], self._sent[row] = state, pages[:same]
             if same < len(pages):
                 index += range(row * self._width + same, row * self._width + len(pages))
                 numbers += pages[same:]
-                self._sent[row] = list(pages)
+                self._sent[row] += pages[same:]
         return index, numbers
 
     def forget(self) -> None:
         """Nobody knows what the device has: every row is sent whole when it is next needed."""
         self._sent = [[] for _ in self._sent]
+        self._state = [()] * len(self._sent)
 
     def _unchanged(self, row: int, pages: list[int]) -> int:
-        """Pages are replaced or appended at the end, so the last one that both know tells how much is the same."""
+        """As many as both know, where all of these are the same."""
         sent = self._sent[row]
         same = min(len(sent), len(pages))
         return same if sent[:same] == pages[:same] else 0

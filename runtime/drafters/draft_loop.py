@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_result import StepRows
-from quantkit.runtime.device.decode_graphs import DRAFT_LENGTHS, graph_sizes, timed_capture
+from quantkit.runtime.device.decode_graphs import graph_sizes, padded_guesses, timed_capture
 from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
@@ -57,23 +57,23 @@ class _Key:
     drawn: bool  # else greedy
 
 
-@dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor | None
-
-
 class DraftLoop:
-    def __init__(self, decoder: Decoder, cache: KvCache, ops: Ops, device_rows: DeviceRows, graphs: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KvCache, ops: Ops, device_rows: DeviceRows, most: int, graphs: bool
+    ) -> None:
+        """For up to `most` guesses."""
         self._decoder = decoder
         self._cache = cache
         self._ops = ops
         self._device_rows = device_rows
         self.sizes = graph_sizes(min(device_rows.num_rows, MOST_SEQUENCES)) if graphs else []
-        most = self.sizes[-1] if graphs else 0
-        self._numbers = torch.zeros(_NUMBERS * (most + 1), dtype=torch.int64, device=device_rows.device)
-        self._settings = _neutral(most, device_rows.device)
-        self._graphs: dict[_Key, _Captured] = {}
+        sequences = self.sizes[-1] if graphs else 0
+        self._numbers = torch.zeros(_NUMBERS * (sequences + 1), dtype=torch.int64, device=device_rows.device)
+        self._settings = _neutral(sequences, device_rows.device)
+        # All graphs leave their logits in the same place, or each would keep its own for ever.
+        kept, embedding = sequences * padded_guesses(most), decoder.weights.embedding
+        self._logits = embedding.new_empty(kept, decoder.config.vocab)
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self.seconds: dict[tuple[int, int], float] = {}  # sequences, guesses
 
@@ -106,7 +106,11 @@ class DraftLoop:
             columns = numbers.view(_NUMBERS, -1)[:, :count]
             if found is not None:
                 columns[: len(found)] = found
-            return self._guess(columns, guesses, inputs.settings)
+            kept = None
+            if inputs.settings is not None:
+                kept = self._logits.new_empty(guesses, count, self._logits.shape[1])
+            self._guess(columns, guesses, inputs.settings, kept)
+            return kept
         key = self.prepare(count, guesses, inputs.settings is not None)
         host = torch.tensor(_numbers(inputs, key.sequences, self._device_rows.padding), dtype=torch.int64).pin_memory()
         self._numbers[: len(host)].copy_(host, non_blocking=True)
@@ -115,14 +119,12 @@ class DraftLoop:
         if inputs.settings is not None:
             for field in fields(Settings):
                 getattr(self._settings, field.name)[:count].copy_(getattr(inputs.settings, field.name))
-        captured = self._graphs[key]
-        captured.graph.replay()
-        return None if captured.logits is None else captured.logits[:, :count]
+        self._graphs[key].replay()
+        return self._kept(key)[:, :count] if key.drawn else None
 
     def prepare(self, sequences: int, guesses: int, drawn: bool) -> _Key:
         """The padded sizes, whose graph is there afterwards."""
-        padded = DRAFT_LENGTHS[bisect_left(DRAFT_LENGTHS, guesses)]
-        key = _Key(self.sizes[bisect_left(self.sizes, sequences)], padded, drawn)
+        key = _Key(self.sizes[bisect_left(self.sizes, sequences)], padded_guesses(guesses), drawn)
         if key not in self._graphs:
             self._capture(key)
         return key
@@ -133,25 +135,28 @@ class DraftLoop:
         self._numbers[: _NUMBERS * (key.sequences + key.sequences % 2)].copy_(
             self._device_rows.to_device(_numbers(padding, key.sequences, self._device_rows.padding))
         )
-        logits: list[Tensor | None] = []
 
         def step() -> None:
             stride = key.sequences + key.sequences % 2
             columns = self._numbers[: _NUMBERS * stride].view(_NUMBERS, stride)[:, : key.sequences]
-            settings = _first(self._settings, key.sequences) if key.drawn else None
-            logits.append(self._guess(columns, key.guesses, settings))
+            settings = self._settings.of(slice(key.sequences)) if key.drawn else None
+            self._guess(columns, key.guesses, settings, self._kept(key) if key.drawn else None)
 
         graph, seconds = timed_capture(step, self._pool)
         self._pool = self._pool or graph.pool()
-        self._graphs[key] = _Captured(graph, logits[-1])
+        self._graphs[key] = graph
         if not key.drawn or (key.sequences, key.guesses) not in self.seconds:
             self.seconds[key.sequences, key.guesses] = seconds
+
+    def _kept(self, key: _Key) -> Tensor:
+        """Where the graph of this size leaves logits [guesses, sequences, vocab]."""
+        return self._logits[: key.guesses * key.sequences].view(key.guesses, key.sequences, -1)
 
     def _guesses(self, rows: list[int], count: int) -> Tensor:
         return self._device_rows.tokens[self._device_rows.to_device(rows), 1 : 1 + count]
 
-    def _guess(self, columns: Tensor, guesses: int, settings: Settings | None) -> Tensor | None:
-        """The loop, on the device alone."""
+    def _guess(self, columns: Tensor, guesses: int, settings: Settings | None, kept: Tensor | None) -> None:
+        """The loop, on the device alone. Where it draws, the logits stay in `kept` [guesses, sequences, vocab]."""
         *ids, positions, rows, lengths, rooms = columns.unbind()
         lengths = torch.minimum(lengths, (rooms - positions).clamp(min=0))
         table = self._device_rows.page_table[rows]
@@ -160,7 +165,7 @@ class DraftLoop:
         kv_slots = torch.where(both < rooms[:, None], self._kv_slots(table, both), 0)
         first = self._batch(torch.stack(ids, 1), both, table, kv_slots, 2 * steps, 2)
         hidden = self._decoder.hidden_states(first, self._cache)[1::2]
-        tokens, kept = positions, []
+        tokens = positions
         for ahead in range(guesses):
             if ahead:
                 at = (positions + (lengths.clamp(max=ahead + 1) - 1).clamp(min=0))[:, None]
@@ -169,16 +174,15 @@ class DraftLoop:
                     self._batch(tokens[:, None], at, table, kv_slots, steps, 1), self._cache
                 )
             logits = self._decoder.logits(hidden)
-            if settings is None:
+            if settings is None or kept is None:
                 tokens, _ = self._ops.greedy(logits)
             else:
                 s = settings
                 tokens, _ = self._ops.sample(
                     logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions + ahead
                 )
-                kept.append(logits)
+                kept[ahead] = logits
             self._device_rows.tokens[rows, 1 + ahead] = tokens
-        return torch.stack(kept) if kept else None
 
     def _kv_slots(self, table: Tensor, positions: Tensor) -> Tensor:
         size = self._cache.page_size
@@ -215,7 +219,3 @@ def _neutral(count: int, device: torch.device) -> Settings:
         min_p=torch.zeros(count, device=device),
         seed=torch.zeros(count, dtype=torch.int64, device=device),
     )
-
-
-def _first(settings: Settings, count: int) -> Settings:
-    return Settings(*(getattr(settings, field.name)[:count] for field in fields(Settings)))

@@ -15,7 +15,7 @@ from quantkit.runtime.drafters.medusa import MedusaDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
 from quantkit.runtime.drafters.ngram import NgramDrafter
 from quantkit.runtime.drafters.self_draft import make_self_draft
-from quantkit.runtime.engine.speculation import Speculation, SpeculativeOptions
+from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 from quantkit.runtime.model.config import ModelConfig, read_model_config
@@ -31,9 +31,9 @@ MakeDrafter = Callable[[DraftModel], ModelDrafter]
 
 def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) -> DraftModel | None:
     """The draft model that the options name, after a look at whether it speaks the target's language."""
-    if options.speculative is None:
+    asked = options.speculation
+    if asked is None:
         return None
-    asked = SpeculativeOptions.parse(options.speculative)
     dtype = options.torch_dtype(target.dtype)
     if asked.kind == "self":
         return make_self_draft(target, config, asked.what, dtype, options.torch_device)
@@ -56,10 +56,8 @@ def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) 
 
 def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | None:
     """The heads that the options name, loaded; those of another model are refused."""
-    if options.speculative is None:
-        return None
-    asked = SpeculativeOptions.parse(options.speculative)
-    if asked.kind != "medusa":
+    asked = options.speculation
+    if asked is None or asked.kind != "medusa":
         return None
     return load_heads(asked.what, Target.of(target), options.torch_device, options.torch_dtype(target.dtype))
 
@@ -72,9 +70,9 @@ def make_speculation(
     runner: Runner,
 ) -> Speculation:
     """For an engine whose memory is planned; `make_drafter` gives a draft model its cache."""
-    if options.speculative is None:
+    asked = options.speculation
+    if asked is None:
         return Speculation()
-    asked = SpeculativeOptions.parse(options.speculative)
     seconds = runner.graphs.seconds if runner.graphs is not None else None
     if heads is not None:
         runner.keeps_hidden = True

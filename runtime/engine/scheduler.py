@@ -234,6 +234,7 @@ class Scheduler:
             plan.copies.append((sequence.pages[at], own))
             self.pool.release([sequence.pages[at]])
             sequence.pages[at] = own
+            sequence.num_replaced += 1
         sequence.pages += new
         self._hold_ahead(sequence, length)
         return True
@@ -255,8 +256,10 @@ class Scheduler:
     def _trim(self, sequence: Sequence, length: int) -> None:
         """Gives back the pages behind so many tokens."""
         kept = pages_for(length, self.pool.page_size)
-        self.pool.release(sequence.pages[kept:])
-        del sequence.pages[kept:]
+        if kept < len(sequence.pages):
+            self.pool.release(sequence.pages[kept:])
+            del sequence.pages[kept:]
+            sequence.num_replaced += 1
 
     def _commit(self, sequence: Sequence, count: int, plan: StepPlan, draft: tuple[int, ...] = ()) -> None:
         start = sequence.num_computed

@@ -17,12 +17,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
-from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.core.sequence import Sequence
-from quantkit.runtime.core.step_plan import MOST_GUESSES, StepPlan
+from quantkit.runtime.core.step_plan import StepPlan
 from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.device.decode_graphs import Key, StepGraphs
 from quantkit.runtime.engine.drafter import DeviceDrafter, Drafter, EarlyDrafter
@@ -30,42 +29,6 @@ from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 
 _PREPARED = (1, 2, 4, 8, 16, 32)  # sequences, for which steps with guesses are prepared
-_DEFAULTS = {"ngram": 8, "draft": 4, "self": 4, "medusa": 15}  # kind -> guesses
-_EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4 or self=nf4 or medusa=PATH"
-
-
-@dataclass(frozen=True)
-class SpeculativeOptions:
-    """What `--speculative` says."""
-
-    kind: str  # of _DEFAULTS
-    most: int  # guesses in one step
-    what: str = ""  # the path of a draft model, or the recipe of the model's own draft
-    adaptive: bool = True  # as many guesses as pay, up to `most`; else always `most`
-
-    @classmethod
-    def parse(cls, text: str) -> SpeculativeOptions:
-        """From `ngram`, `ngram,k=8`, `draft=PATH,k=4` or `self=RECIPE`; `adaptive=off` keeps the number of guesses."""
-        first, *rest = (part.strip() for part in text.split(","))
-        kind, _, what = first.partition("=")
-        if kind not in _DEFAULTS:
-            raise InputError(f"speculative is '{text}', {_EXAMPLES}: {did_you_mean(kind, _DEFAULTS)}")
-        if (kind != "ngram") != bool(what):
-            raise InputError(f"speculative is '{text}', but must be {_EXAMPLES}")
-        most, adaptive = _DEFAULTS[kind], True
-        for part in rest:
-            name, _, value = part.partition("=")
-            if name == "k":
-                if not value.isdecimal() or not 1 <= int(value) <= MOST_GUESSES:
-                    raise InputError(f"speculative is '{text}': k must be a whole number from 1 to {MOST_GUESSES}")
-                most = int(value)
-            elif name == "adaptive":
-                if value not in ("on", "off"):
-                    raise InputError(f"speculative is '{text}': adaptive must be on or off")
-                adaptive = value == "on"
-            else:
-                raise InputError(f"speculative is '{text}': unknown setting '{name}'; known: k, adaptive")
-        return cls(kind, most, what, adaptive)
 
 
 class Speculation:
@@ -154,7 +117,7 @@ class Speculation:
         for sequence in running:
             sequence.speculates = self._active
             sequence.draft, sequence.tree = [], self._tree
-            left = sequence.max_new - len(sequence.answer) - 1  # the token behind the draft is one too
+            left = sequence.max_new - sequence.num_answered - 1  # the token behind the draft is one too
             most = min(lengths.get(sequence.id, 0), left)
             if sequence.must_wait:  # pages that a step on its way asked for stay
                 continue

@@ -88,7 +88,7 @@ class Decoder:
         logits: Tensor = self.weights.head(hidden)
         cap = self.config.logit_cap
         if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+            logits = logits.div_(cap).tanh_().mul_(cap)  # in place: there may be many
         if self._ranks.tensor == 1:
             return logits
         missing = self._ranks.vocabulary_width(self.config.vocab) - logits.shape[1]

@@ -17,7 +17,6 @@ from quantkit.runtime.device.memory import MemoryPlan, plan_memory
 from quantkit.runtime.device.peers import ReturningRows
 from quantkit.runtime.device.step_inputs import PageMoves, Step
 from quantkit.runtime.drafters.draft_model import DraftModel
-from quantkit.runtime.engine.speculation import SpeculativeOptions
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.decoder import AnyDecoder, Decoder
 from quantkit.runtime.model.lm_head import more_bytes
@@ -192,14 +191,15 @@ def _check_devices(options: EngineOptions, ranks: Ranks, launcher: Launcher) -> 
 
 
 def _check_speculation(options: EngineOptions) -> None:
-    if options.speculative is None:
+    asked = options.speculation
+    if asked is None:
         return
     if options.pipeline_parallel > 1:
         raise InputError(
             "guesses need the last token before a step, so they leave the stages of pipeline parallel idle; leave "
             "--speculative or --pipeline-parallel out"
         )
-    if SpeculativeOptions.parse(options.speculative).kind == "self":
+    if asked.kind == "self":
         raise InputError(
             "speculative is 'self=...', but with tensor parallel no rank has the whole model to make a draft of; "
             "quantize it and give draft=PATH, or use ngram"

@@ -45,12 +45,12 @@ def proposed_guesses(plan: StepPlan, sampling: list[Scheduled], ids: Tensor) -> 
     for work in sampling:
         if work.draft and work.sequence.id in plan.proposals:
             rows += range(row, row + len(work.draft))
-            logits.append(plan.proposals[work.sequence.id][: len(work.draft)])
+            logits += plan.proposals[work.sequence.id][: len(work.draft)].unbind()
         row += len(work.draft) + 1
     if not rows:
         return None
     at = torch.tensor(rows).to(ids.device, non_blocking=True)
-    return Proposed(at, ids[at + 1], torch.cat(logits))
+    return Proposed(rows, ids[at + 1], logits)
 
 
 _Described = tuple[float, list[tuple[int, float]]] | tuple[()]

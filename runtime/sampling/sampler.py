@@ -11,15 +11,16 @@ of a row depends on the guesses in front of it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.sequence import Guide, Sequence
-from quantkit.runtime.core.step_result import Samples
+from quantkit.runtime.core.step_result import Samples, joined
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.sampling.rejection import Proposed, verify
 
@@ -34,8 +35,15 @@ class Settings:
     min_p: Tensor
     seed: Tensor
 
+    def of(self, rows: slice) -> Settings:
+        return Settings(*(getattr(self, field.name)[rows] for field in fields(self)))
+
 
 Guesses = Ordered[tuple[int, ...]]  # in front of each row
+SAMPLED_ROWS = 512  # at a time: what is made of logits is in float32
+SHAPED_BYTES = 12  # of each logit of these rows: shaped, and log-probabilities
+TABLE_BYTES = 5  # of each token and device row, for penalties
+_PENALIZED_ROWS = 128  # at a time: they take more
 
 
 class Sampler:
@@ -69,21 +77,51 @@ class Sampler:
         `guesses` stand between what is known of a sequence and each row; `proposed` are the ones that were drawn from
         a distribution, to be accepted by what they had been worth there.
         """
-        raw = logits
+        settings = None if all(one.params.greedy for one in sequences) else self._settings_for(sequences)
+        most = max((one.params.logprobs for one in sequences if one.params.logprobs is not None), default=None)
+        if len(sequences) <= SAMPLED_ROWS:
+            return self._sample(logits, sequences, owner_rows, positions, guesses, proposed, settings, most)
+        found = []
+        for start, stop in _parts(sequences):
+            rows = slice(start, stop)
+            found.append(
+                self._sample(
+                    logits[rows],
+                    sequences[rows],
+                    owner_rows[rows],
+                    positions[rows],
+                    None if guesses is None else guesses[rows],
+                    None if proposed is None else proposed.within(start, stop),
+                    None if settings is None else settings.of(rows),
+                    most,
+                )
+            )
+        return joined(found)
+
+    def _sample(
+        self,
+        raw: Tensor,
+        sequences: Ordered[Sequence],
+        owner_rows: Tensor,
+        positions: Tensor,
+        guesses: Guesses | None,
+        proposed: Proposed | None,
+        settings: Settings | None,
+        most: int | None,
+    ) -> Samples:
+        """`settings` are None where all are greedy; `most` log-probabilities are wanted, if any."""
+        logits = raw
         if any(sequence.params.shapes_logits or sequence.guide is not None for sequence in sequences):
             logits = self._shaped(logits.float().clone(), sequences, guesses or [()] * len(sequences))
-        if all(sequence.params.greedy for sequence in sequences):
+        if settings is None:
             tokens, _ = self._ops.greedy(logits)
         else:
-            s = self._settings_for(sequences)
-            tokens, _ = self._ops.sample(logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions)
-            if proposed is not None:
-                at = proposed.logits_rows
-                kept = (s.temperature[at], s.top_k[at], s.top_p[at], s.min_p[at])
-                tokens[at] = verify(logits[at], proposed, *kept, self._random)
+            kept = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+            tokens, _ = self._ops.sample(logits, *kept, settings.seed, positions)
+            if proposed is not None and proposed.logits_rows:
+                at = torch.tensor(proposed.logits_rows).to(self._device, non_blocking=True)
+                tokens[at] = verify(logits, proposed, *kept, self._random)
         self._count(sequences, owner_rows, tokens)
-        most = max((sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None),
-                   default=None)  # fmt: skip
         return Samples(tokens) if most is None else _with_logprobs(raw, tokens, most)
 
     def _settings_for(self, sequences: Ordered[Sequence]) -> Settings:
@@ -96,8 +134,8 @@ class Sampler:
     def _shaped(self, logits: Tensor, sequences: Ordered[Sequence], guesses: Guesses) -> Tensor:
         """Penalties, biases, and no end before the least number of tokens; changes logits [rows, vocab] in place."""
         penalized = [row for row, sequence in enumerate(sequences) if sequence.params.penalized]
-        if penalized:
-            self._penalize(logits, penalized, sequences, guesses)
+        for first in range(0, len(penalized), _PENALIZED_ROWS):
+            self._penalize(logits, penalized[first : first + _PENALIZED_ROWS], sequences, guesses)
         rows: list[int] = []
         tokens: list[int] = []
         values: list[float] = []
@@ -167,7 +205,7 @@ class Sampler:
                 self._answered[sequence.row] = 0
                 self._prompted[sequence.row] = False
                 self._prompted[sequence.row, torch.tensor(sequence.prompt, device=self._device)] = True
-            new = sequence.answer[self._counted[sequence.row] :]
+            new = sequence.tokens[len(sequence.prompt) + self._counted[sequence.row] :]
             if new:
                 answer = torch.tensor(new, dtype=torch.int64, device=self._device)
                 self._answered[sequence.row] += torch.bincount(answer, minlength=self._vocab)
@@ -187,6 +225,17 @@ class Sampler:
             self._answered[owner_rows[at], tokens[at]] += 1
             for row in rows:
                 self._counted[sequences[row].row] += 1
+
+
+def _parts(sequences: Ordered[Sequence]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that are sampled together: few, and all of a sequence."""
+    start = 0
+    while start < len(sequences):
+        stop = min(start + SAMPLED_ROWS, len(sequences))
+        while stop < len(sequences) and sequences[stop] is sequences[stop - 1]:
+            stop += 1
+        yield start, stop
+        start = stop
 
 
 def settings_of(sequences: Ordered[Sequence], seeds: list[int], device: torch.device) -> Settings:

@@ -33,7 +33,6 @@ from quantkit.runtime.llm import Answer, _generation
 
 END = 2
 VOCAB = 3
-PAGE_BYTES = 1 << 30  # so that swap_gib counts pages
 prompts = st.builds(
     lambda pattern, length: (pattern * length)[:length],  # few of them, so that beginnings collide
     st.sampled_from(([0], [0, 1], [0, 0, 1])),
@@ -78,7 +77,8 @@ class Guesser:
 class PaperRunner:
     """Does what `Runner` documents, with lists. A step is done when it is launched; the host asks for it later."""
 
-    def __init__(self, pages: int, page_size: int, rows: int, width: int) -> None:
+    def __init__(self, pages: int, page_size: int, rows: int, width: int, host_room: int) -> None:
+        self.host_room = host_room
         self.size = page_size
         self.pages = [[0] * page_size for _ in range(pages)]
         self.table = [[PADDING_PAGE] * width for _ in range(rows)]
@@ -277,16 +277,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         guesses: int,
     ) -> None:
         context = usable * page_size
-        plan = MemoryPlan(0, 0, 0, 0, PAGE_BYTES, page_size, usable + 1, context)
+        plan = MemoryPlan(0, 0, 0, 0, 0, page_size, usable + 1, context)
         options = EngineOptions(
             device="cpu",
             max_sequences=rows,
             step_tokens=budget,
-            swap_gib=float(swap),
             overlap=overlap,
             share_prefixes=share_prefixes,
         )
-        self.runner = PaperRunner(usable + 1, page_size, rows, usable)
+        self.runner = PaperRunner(usable + 1, page_size, rows, usable, swap)
         config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
         runner: Any = self.runner
         self.engine = Engine(config, runner, plan, options)

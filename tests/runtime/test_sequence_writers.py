@@ -8,8 +8,8 @@ import pytest
 from quantkit.runtime.core.sequence import Sequence
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
-SCHEDULER = {"status", "finish_reason", "row", "pages", "digests", "num_computed", "num_published", "num_pending",
-             "num_reused", "num_preemptions", "swapped"}  # fmt: skip
+SCHEDULER = {"status", "finish_reason", "row", "pages", "num_replaced", "digests", "num_computed", "num_published",
+             "num_pending", "num_reused", "num_preemptions", "swapped"}  # fmt: skip
 SPECULATION = {"speculates", "draft", "ahead", "tree", "num_guessed", "num_accepted"}
 WRITERS = {
     "engine/engine.py": {"tokens", "started"},

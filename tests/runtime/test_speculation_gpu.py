@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.runtime.core.sampling_params import SamplingParams
@@ -104,3 +105,16 @@ def test_many_kinds_of_requests_at_once() -> None:
     for generation, wanted in zip(llm.generate(PROMPTS, params), params, strict=True):
         assert 10 <= len(generation.answers[0].token_ids) <= wanted.max_tokens
     llm.engine.check_integrity()
+
+
+def test_graphs_of_the_draft_share_the_place_of_their_logits() -> None:
+    """Each has logits of every guess, which must stay until they are verified."""
+    llm = llm_of(speculative="draft=demo-draft,k=4")
+    drafter = llm.engine.speculation._drafter
+    assert isinstance(drafter, ModelDrafter)
+    drafter.loop.prepare(16, 4, drawn=True)  # the largest
+    before = torch.cuda.memory_allocated()
+    for sequences in drafter.loop.sizes:
+        for guesses in (1, 2, 3, 4):
+            drafter.loop.prepare(sequences, guesses, drawn=True)
+    assert torch.cuda.memory_allocated() - before < 4 * llm.engine.config.vocab * 2

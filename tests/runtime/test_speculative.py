@@ -19,13 +19,13 @@ from quantkit.bundled import HELDOUT_TEXT
 from quantkit.errors import InputError
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.speculative_options import SpeculativeOptions
 from quantkit.runtime.core.step_plan import StepPlan
 from quantkit.runtime.core.step_result import Launched, Samples
 from quantkit.runtime.drafters import draft_model
 from quantkit.runtime.drafters.draft_loop import DraftLoop
 from quantkit.runtime.drafters.ngram import NgramDrafter
 from quantkit.runtime.engine.engine import Engine, Request
-from quantkit.runtime.engine.speculation import SpeculativeOptions
 from quantkit.runtime.llm import LLM
 from quantkit.sources import model_folder
 

@@ -59,8 +59,9 @@ def verified(
     positions = torch.tensor([position + ahead for work in scheduled for ahead in range(1 + len(work.draft))])
     ids, proposed = torch.tensor(rows), None
     if proposals:
-        at = torch.tensor([row for row in range(len(rows) - 1) if owners[row] is owners[row + 1]])
-        proposed = Proposed(at, ids[at + 1], OTHER[ids[at]])
+        at = [row for row in range(len(rows) - 1) if owners[row] is owners[row + 1]]
+        guesses = ids[torch.tensor(at) + 1]
+        proposed = Proposed(at, guesses, list(OTHER[ids[at]]))
     samples = sampler(CHAIN[ids], owners, owner_rows, positions, proposed=proposed)
     return Runner.collect(None, Launched(StepPlan(scheduled), scheduled, samples, torch.tensor(rows), {}, None))  # type: ignore[arg-type]
 

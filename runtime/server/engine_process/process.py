@@ -199,7 +199,7 @@ class EngineLoop:
         row: list[Any] = [name, output.index, output.token, output.finished, output.stop_reason]
         row += [output.logprob, output.top]
         first = None
-        if output.token is not None and len(sequence.answer) == 1:
+        if output.token is not None and sequence.num_answered == 1:
             first = [(sequence.started or request.arrived) - request.arrived, sequence.num_reused]
             if output.index == 0 and request.params.prompt_logprobs is not None:
                 self._send_prompt_logprobs(name, request)
