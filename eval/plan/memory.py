@@ -69,8 +69,10 @@ class Fit:
         return self.pages // self.pages_per_request
 
 
-def reserve_of(decoder: Decoder) -> Reserve:
+def reserve_of(decoder: Decoder, tensor: int = 1) -> Reserve:
+    """Of a rank, one of so many that share every layer: logits of all of them are put together."""
     config = decoder.config
+    logit = _ACTIVATION * (1 if tensor == 1 else 3) + SHAPED_BYTES
     attention = decoder.attention_width
     qkv = attention + 2 * config.kv_heads * config.head_dim
     width = max(3 * config.intermediate, qkv + 2 * attention) + 3 * config.hidden
@@ -79,7 +81,7 @@ def reserve_of(decoder: Decoder) -> Reserve:
     return Reserve(
         hidden=STEP_TOKENS * width * _ACTIVATION,
         decoded=decoded,
-        logits=(_LOGITS_ROWS * (_ACTIVATION + SHAPED_BYTES) + SEQUENCES * TABLE_BYTES) * config.vocab,
+        logits=(_LOGITS_ROWS * logit + SEQUENCES * TABLE_BYTES) * config.vocab,
         libraries=LIBRARIES,
         graphs=SEQUENCES * graph_width * _ACTIVATION * 4 + decoded + (64 << 20),
     )

@@ -229,7 +229,9 @@ def spread(decoder: Decoder, chosen: Chosen, ranks: Ranks, gpu: Gpu, question: Q
 def _stages(decoder: Decoder, chosen: Chosen, ranks: Ranks, gpu: Gpu, question: Question) -> Iterator[Stage]:
     for stage in range(ranks.pipeline):
         part = shard(decoder, chosen, Ranks(ranks.tensor, ranks.pipeline, stage * ranks.tensor))
-        room = fit(gpu, part.weights, reserve_of(part.decoder), part.cache, question.itemsize, question.context)
+        room = fit(
+            gpu, part.weights, reserve_of(part.decoder, ranks.tensor), part.cache, question.itemsize, question.context
+        )
         ceiling = Ceiling(part.cache, part.decoder.attention_width, part.weights, gpu, question.itemsize)
         yield Stage(part, room, ceiling)
 

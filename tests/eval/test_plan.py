@@ -135,15 +135,21 @@ def find_folder(name: str) -> Path:
     return model_folder(name)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "gemma-2-9b", "tiny"])
-def test_the_reserve_is_the_engines_own(name: str) -> None:
+def test_the_reserve_is_the_engines_own(name: str, tensor: int) -> None:
     """On this machine's CPU, with the numbers that the engine takes on a GPU."""
     decoder = decoder_of(model_of(name))
     options = EngineOptions(
-        device="cpu", max_sequences=SEQUENCES, step_tokens=STEP_TOKENS, kv_tokens=64, max_context=32
+        device="cpu",
+        max_sequences=SEQUENCES,
+        step_tokens=STEP_TOKENS,
+        kv_tokens=64,
+        max_context=32,
+        tensor_parallel=tensor,
     )
     planned = runtime_memory.plan_memory(decoder.config, 0, torch.bfloat16, options, available=1 << 40)
-    reserve = reserve_of(decoder)
+    reserve = reserve_of(decoder, tensor)
     assert reserve.total - reserve.graphs == planned.activations + LIBRARIES
     assert reserve.graphs == runtime_memory._graph_bytes(decoder.config, torch.bfloat16, options)
     assert runtime_memory._LIBRARIES == LIBRARIES
