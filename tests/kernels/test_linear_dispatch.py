@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +124,32 @@ def test_the_shipped_table_has_what_kinds_borrow_from() -> None:
     table = dispatch.table_of("nvidia-h200")
     for fmt in (CtPacked(bits=2, group_size=32), CtPacked(bits=3, group_size=64), CtPacked(group_size=256), Nf4()):
         assert set(lay_out(fmt.quantize(torch.randn(256, 256))).relatives) <= set(table)
+
+
+@pytest.mark.parametrize("most", [128, 256])
+def test_defaults_on_hopper_are_the_kernels_that_won_there(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the shapes of the table, as if nobody had measured them; small products cannot be cut for a whole GPU."""
+    monkeypatch.setattr(weight_only.hopper, "supports", lambda weight: True)
+
+    def default(kind: str, shape: str) -> Choice:
+        outputs, inputs = map(int, shape.split("x"))
+        code = kind.split("-")[0]
+        weight: Any = SimpleNamespace(
+            outputs=outputs, inputs=inputs, chunks=inputs // 64, code_type=code, kind=kind, table=None
+        )
+        return weight_only.default(weight, most, 132)
+
+    table = dispatch.table_of("nvidia-h200")
+    packed = [
+        kind for kind in table if any(entry.get(str(most), [""])[0] == "hopper" for entry in table[kind].values())
+    ]
+    assert len(packed) == 10
+    for kind in packed:
+        for shape in table[kind]:
+            assert default(kind, shape).kernel == table[kind][shape][str(most)][0], (kind, shape)
+    assert default("int4-g128", "28672x4096").config.outputs == (192 if most == 128 else 128)
+    assert default("int8-g128", "28672x4096").config.outputs == 128
+    assert default("int4-g128", "512x256").kernel == "skinny"
 
 
 def test_three_bits_never_get_tiles_of_8_tokens() -> None:

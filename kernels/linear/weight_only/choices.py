@@ -79,13 +79,10 @@ def default(weight: PackedWeight, tokens: int, processors: int) -> Choice:
     if tokens >= MANY_TOKENS:
         return Choice("dequantize", None, f"{MANY_TOKENS} tokens and more always pay for decoding once")
     why, most = unmeasured(weight), bucket_of(tokens)
-    if most >= 256 and hopper.supports(weight):
-        large, small = HopperConfig(), HopperConfig(tokens=128, stages=4, splits=0)
-        if triton.cdiv(weight.outputs, large.outputs) * triton.cdiv(most, large.tokens) >= 0.75 * processors:
-            return Choice("hopper", large, f"{why}; tiles enough for every multiprocessor")
-        tiles = triton.cdiv(weight.outputs, small.outputs) * triton.cdiv(most, small.tokens)
-        if tiles * weight.chunks >= _FEWEST_CHUNKS * processors:
-            return Choice("hopper", small, f"{why}; equal shares of the tiles for every multiprocessor")
+    if most >= 128 and hopper.supports(weight):
+        cut = _hopper_cut(weight, most, processors)
+        if cut is not None:
+            return Choice("hopper", cut[0], f"{why}; {cut[1]}")
     if most not in _SKINNY:
         return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
     if weight.code_type == "int3":
@@ -94,6 +91,25 @@ def default(weight: PackedWeight, tokens: int, processors: int) -> Choice:
     tiles = triton.cdiv(weight.outputs, tile.outputs) * triton.cdiv(most, tile.tokens)
     splits = splits_that_fill(tiles, weight.chunks, processors * programs)
     return Choice("skinny", replace(tile, splits=splits), why)
+
+
+def _hopper_cut(weight: PackedWeight, most: int, processors: int) -> tuple[HopperConfig, str] | None:
+    """How to cut a product, and why so; None where it is too small to be cut for all multiprocessors."""
+
+    def tiles(config: HopperConfig) -> int:
+        return -(-weight.outputs // config.outputs) * -(-most // config.tokens)
+
+    large, small = HopperConfig(), HopperConfig(tokens=128, stages=4, splits=0)
+    if most >= large.tokens and tiles(large) >= 0.75 * processors:
+        return large, "tiles enough for every multiprocessor"
+    if tiles(small) * weight.chunks < _FEWEST_CHUNKS * processors:
+        return None
+    wide, few = replace(small, outputs=192), replace(small, splits=processors // tiles(small))
+    if most == small.tokens and tiles(wide) >= processors and weight.code_type != "int8":
+        return wide, "equal shares of wide tiles for every multiprocessor"
+    if most == small.tokens and few.splits >= 4:
+        return few, f"{few.splits} programs for each of few tiles"
+    return small, "equal shares of the tiles for every multiprocessor"
 
 
 def has_room_for_pairs(weight: PackedWeight) -> bool:
