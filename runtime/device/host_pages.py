@@ -41,19 +41,20 @@ class HostPages:
         while len(self._free) < len(pages):
             self._add_slab()
         self._held[owner] = own = [self._free.pop() for _ in pages]
+        travelling = self._travelling(len(pages))
         for at in self._parts(len(pages)):
-            leaving = self._cache[:, :, self._on_device(pages[at])].movedim(2, 0).contiguous()
-            for number, page in zip(own[at], leaving, strict=True):
+            travelling[: len(pages[at])] = self._cache[:, :, self._on_device(pages[at])].movedim(2, 0)
+            for number, page in zip(own[at], travelling, strict=False):
                 self._page(number).copy_(page, non_blocking=True)
 
     def give(self, owner: int, pages: list[int]) -> None:
         """Copies the first pages of this owner back into these of the cache, and forgets the rest."""
         own = self._held[owner][: len(pages)]
+        travelling = self._travelling(len(pages))
         for at in self._parts(len(pages)):
-            coming = torch.empty(len(pages[at]), *self._shape, dtype=self._cache.dtype, device=self._cache.device)
-            for number, page in zip(own[at], coming, strict=True):
+            for number, page in zip(own[at], travelling, strict=False):
                 page.copy_(self._page(number), non_blocking=True)
-            self._cache[:, :, self._on_device(pages[at])] = coming.movedim(0, 2)
+            self._cache[:, :, self._on_device(pages[at])] = travelling[: len(pages[at])].movedim(0, 2)
         self.drop(owner)
 
     def drop(self, owner: int) -> None:
@@ -76,9 +77,16 @@ class HostPages:
     def _page(self, number: int) -> Tensor:
         return self._slabs[number // self._in_slab][number % self._in_slab]
 
+    @property
+    def _at_once(self) -> int:
+        return max(1, _AT_ONCE // self._page_bytes)
+
     def _parts(self, count: int) -> Iterator[slice]:
-        step = max(1, _AT_ONCE // self._page_bytes)
-        return (slice(start, start + step) for start in range(0, count, step))
+        return (slice(start, start + self._at_once) for start in range(0, count, self._at_once))
+
+    def _travelling(self, count: int) -> Tensor:
+        """Room on the device for pages of one part; the next part comes when they are gone."""
+        return self._cache.new_empty(min(count, self._at_once), *self._shape)
 
     def _on_device(self, pages: list[int]) -> Tensor:
         return torch.tensor(pages, device=self._cache.device)

@@ -23,7 +23,7 @@ from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
 from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.splits import splits_that_fill
-from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, Untuned, by_name, unmeasured
+from quantkit.kernels.linear.weight import CHUNK, Choice, Kernel, LinearWeight, Untuned, by_name, unmeasured
 from quantkit.kernels.linear.weight_only import choices as weight_only
 from quantkit.kernels.linear.weight_only.hopper import HopperConfig
 from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
@@ -126,18 +126,20 @@ def test_the_shipped_table_has_what_kinds_borrow_from() -> None:
         assert set(lay_out(fmt.quantize(torch.randn(256, 256))).relatives) <= set(table)
 
 
+def paper_weight(kind: str, shape: str) -> Any:
+    """What a default looks at."""
+    outputs, inputs = map(int, shape.split("x"))
+    chunks, code = inputs // CHUNK, kind.split("-")[0]
+    return SimpleNamespace(outputs=outputs, inputs=inputs, chunks=chunks, code_type=code, kind=kind, table=None)
+
+
 @pytest.mark.parametrize("most", [128, 256])
 def test_defaults_on_hopper_are_the_kernels_that_won_there(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the shapes of the table, as if nobody had measured them; small products cannot be cut for a whole GPU."""
     monkeypatch.setattr(weight_only.hopper, "supports", lambda weight: True)
 
     def default(kind: str, shape: str) -> Choice:
-        outputs, inputs = map(int, shape.split("x"))
-        code = kind.split("-")[0]
-        weight: Any = SimpleNamespace(
-            outputs=outputs, inputs=inputs, chunks=inputs // 64, code_type=code, kind=kind, table=None
-        )
-        return weight_only.default(weight, most, 132)
+        return weight_only.default(paper_weight(kind, shape), most, 132)
 
     table = dispatch.table_of("nvidia-h200")
     packed = [
@@ -150,6 +152,24 @@ def test_defaults_on_hopper_are_the_kernels_that_won_there(most: int, monkeypatc
     assert default("int4-g128", "28672x4096").config.outputs == (192 if most == 128 else 128)
     assert default("int8-g128", "28672x4096").config.outputs == 128
     assert default("int4-g128", "512x256").kernel == "skinny"
+
+
+@pytest.mark.parametrize(
+    ("code", "shape", "expected"),
+    [
+        ("int4", "28672x4096", HopperConfig(64, 6, 0, 192)),
+        ("int4", "5120x5120", HopperConfig(64, 6, 0)),
+        ("int4", "2048x1024", None),
+        ("int3", "5120x5120", None),
+        ("int8", "28672x4096", None),
+    ],
+)
+def test_defaults_on_hopper_for_64_tokens(
+    code: str, shape: str, expected: HopperConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_only.hopper, "supports", lambda weight: True)
+    found = weight_only.default(paper_weight(f"{code}-g128", shape), 64, 132)
+    assert found.config == expected if expected else found.kernel == "skinny"
 
 
 def test_three_bits_never_get_tiles_of_8_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -35,7 +36,10 @@ _PAIRS = {
     64: (SkinnyConfig(128, 64, 8, 3, copies=32), 2),
 }
 _ROOM_FOR_PAIRS = 160 << 10  # bytes of shared memory
-_FEWEST_CHUNKS = 6  # of a multiprocessor, for which sharing tiles pays
+# Hopper's kernel, chunks of a multiprocessor from which it pays to share tiles, and wide tiles (docs/kernels.md).
+_FEWEST_CHUNKS = {64: 2, 128: 6}
+_WIDE_FROM = {64: 12, 128: 15}
+_FEWEST_OF_A_PART = 4  # chunks
 _FEWEST_OF_3_BITS = 16  # tokens of a tile (H200, gate_up, one token: 32 us with 16, 43 with 8)
 
 # Most tokens -> (outputs, tokens, warps, stages, scale first)
@@ -79,7 +83,7 @@ def default(weight: PackedWeight, tokens: int, processors: int) -> Choice:
     if tokens >= MANY_TOKENS:
         return Choice("dequantize", None, f"{MANY_TOKENS} tokens and more always pay for decoding once")
     why, most = unmeasured(weight), bucket_of(tokens)
-    if most >= 128 and hopper.supports(weight):
+    if most >= 64 and hopper.supports(weight):
         cut = _hopper_cut(weight, most, processors)
         if cut is not None:
             return Choice("hopper", cut[0], f"{why}; {cut[1]}")
@@ -94,22 +98,31 @@ def default(weight: PackedWeight, tokens: int, processors: int) -> Choice:
 
 
 def _hopper_cut(weight: PackedWeight, most: int, processors: int) -> tuple[HopperConfig, str] | None:
-    """How to cut a product, and why so; None where it is too small to be cut for all multiprocessors."""
+    """How to cut a product for Hopper's kernel, and why so; None where the other one is faster."""
 
     def tiles(config: HopperConfig) -> int:
         return -(-weight.outputs // config.outputs) * -(-most // config.tokens)
 
+    def share(config: HopperConfig) -> float:
+        """Chunks of a multiprocessor."""
+        return tiles(config) * weight.chunks / processors
+
     large, small = HopperConfig(), HopperConfig(tokens=128, stages=4, splits=0)
     if most >= large.tokens and tiles(large) >= 0.75 * processors:
         return large, "tiles enough for every multiprocessor"
-    if tiles(small) * weight.chunks < _FEWEST_CHUNKS * processors:
-        return None
-    wide, few = replace(small, outputs=192), replace(small, splits=processors // tiles(small))
-    if most == small.tokens and tiles(wide) >= processors and weight.code_type != "int8":
-        return wide, "equal shares of wide tiles for every multiprocessor"
-    if most == small.tokens and few.splits >= 4:
+    if most == 64:
+        if weight.code_type == "int8":
+            return None
+        small = HopperConfig(tokens=64, stages=6, splits=0)
+    wide = replace(small, outputs=192)
+    few = replace(small, splits=min(processors // tiles(small), weight.chunks // _FEWEST_OF_A_PART))
+    if most == 128 and few.splits >= 4:
         return few, f"{few.splits} programs for each of few tiles"
-    return small, "equal shares of the tiles for every multiprocessor"
+    if share(wide) >= _WIDE_FROM.get(most, math.inf) and weight.code_type != "int8":
+        return wide, "equal shares of wide tiles for every multiprocessor"
+    if share(small) >= _FEWEST_CHUNKS.get(most, 6) and (most, weight.code_type) != (64, "int3"):
+        return small, "equal shares of the tiles for every multiprocessor"
+    return None
 
 
 def has_room_for_pairs(weight: PackedWeight) -> bool:
