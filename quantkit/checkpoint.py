@@ -7,7 +7,7 @@ quantized and in which format, so that callers see layers, not files. Writing is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +46,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = read_json(self.folder / "config.json", "a model folder needs one")
-        self.tensors = {name: stored for file in _weight_files(self.folder) for name, stored in _headers(file)}
-        _check_index(self.folder, self.tensors)
+        self.tensors = stored_tensors(self.folder)
 
     @cached_property
     def formats(self) -> dict[str, Format]:
@@ -168,6 +167,27 @@ class Checkpoint:
         wanted = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
         more = ("generation_config.json", "chat_template*", "LICENSE*", "NOTICE*")
         return sorted({path for pattern in wanted + more for path in self.folder.glob(pattern) if path.is_file()})
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder, from the headers of its files."""
+    tensors = {name: stored for file in _weight_files(folder) for name, stored in _headers(file)}
+    _check_index(folder, tensors)
+    return tensors
+
+
+def read_all(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as stored, one by one; each file is opened once."""
+    by_file: dict[Path, list[str]] = {}
+    for name, stored in tensors.items():
+        by_file.setdefault(stored.file, []).append(name)
+    for file, names in by_file.items():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in names:
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _broken(file, error) from error
 
 
 def _span(index: Index, size: int) -> slice:
