@@ -61,22 +61,20 @@ def test_there_and_back(
         assert torch.equal(*decoded), module
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_symmetric_awq_has_zero_points_in_the_file(quantized: Quantized, tmp_path: Path, said: bool) -> None:
+def test_symmetric_awq_has_zero_points_in_the_file(quantized: Quantized, tmp_path: Path) -> None:
     """The config says so, or vLLM takes a kernel for float16 only; folders that say `false` mean the same weights."""
-    source = quantized("rtn-w4g128")
-    convert(source, "awq", tmp_path / "awq")
+    source = Checkpoint(quantized("rtn-w4g128"))
+    convert(source.folder, "awq", tmp_path / "awq")
     config = json.loads((tmp_path / "awq" / "config.json").read_text())
     assert config["quantization_config"]["zero_point"] is True
-    config["quantization_config"]["zero_point"] = said
-    (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
-    read = Checkpoint(tmp_path / "awq")
-    for module, fmt in read.formats.items():
-        assert fmt.only_float16_elsewhere is not said
-        assert (read.tensor(f"{module}.qzeros") == 0x88888888 - (1 << 32)).all()
-        assert torch.equal(read.weight(module), Checkpoint(source).weight(module))
-    convert(tmp_path / "awq", "compressed-tensors", tmp_path / "ct")
-    assert not any(name.endswith("zero_point") for name in Checkpoint(tmp_path / "ct").tensors)
+    for said in (True, False):
+        config["quantization_config"]["zero_point"] = said
+        (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
+        read = Checkpoint(tmp_path / "awq")
+        assert all(fmt.only_float16_elsewhere is not said for fmt in read.formats.values())
+        for module in list(read.formats)[:3]:
+            assert (read.tensor(f"{module}.qzeros") == 0x88888888 - (1 << 32)).all()
+            assert torch.equal(read.weight(module), source.weight(module))
 
 
 def test_one_layer_with_zero_points_keeps_those_of_all(quantized: Quantized, tmp_path: Path) -> None:
