@@ -7,7 +7,7 @@ quantized and in which format, so that callers see layers, not files. Writing is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quantkit.errors import InputError, StorageError
-from quantkit.formats import Format, Index, Parts, QuantizedWeight, Shape, TensorInfo, dialect_named
+from quantkit.formats import Format, Index, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo, dialect_named
 from quantkit.formats.base import ANY_LENGTH
 
 INDEX = "model.safetensors.index.json"
@@ -26,7 +26,10 @@ _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "F1
 
 
 # What Python and torch raise when names, types or shapes in a file are not what they should be.
-_MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+_MALFORMED = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_PLAIN = ("F16", "BF16", "F32", "F64")  # dtypes of weights and biases that are not quantized
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of scales: which one it is, only the file says
+_INTEGERS = (torch.int32, torch.int64)
 
 
 class StoredTensor(NamedTuple):
@@ -46,23 +49,35 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = read_json(self.folder / "config.json", "a model folder needs one")
-        self.tensors = {name: stored for file in _weight_files(self.folder) for name, stored in _headers(file)}
-        _check_index(self.folder, self.tensors)
+        self.tensors = stored_tensors(self.folder)
 
     @cached_property
     def formats(self) -> dict[str, Format]:
         """The format of every quantized module; empty for a plain model."""
         config = self.config.get("quantization_config")
-        if config is None:
-            return {}
         infos = {name: stored.info for name, stored in self.tensors.items()}
+        formats: dict[str, Format] = {}
         try:
-            return dialect_named(str(config.get("quant_method", "missing"))).read(config, infos)
+            if config is not None:
+                formats = dialect_named(str(config.get("quant_method", "missing"))).read(config, infos)
         except InputError as error:
             raise type(error)(f"{self.folder}: {error}") from error
         except _MALFORMED as error:
             reason = f"{type(error).__name__}: {error}"
             raise StorageError(f"{self.folder / 'config.json'}: malformed quantization_config ({reason})") from error
+        self._check_plain(formats)
+        return formats
+
+    def _check_plain(self, formats: Mapping[str, Format]) -> None:
+        """Codes that nothing says how to decode would be taken for weights."""
+        for name, stored in self.tensors.items():
+            module, _, last = name.rpartition(".")
+            plain = last == "bias" or (last == "weight" and module not in formats)
+            if plain and stored.info.dtype not in _PLAIN and len(stored.info.shape) <= 2:  # masks have more
+                raise StorageError(
+                    f"tensor {name} in {self.folder} holds {stored.info.dtype} codes without scales, or without a "
+                    "word in config.json; the checkpoint is incomplete, quantize or download it again"
+                )
 
     @property
     def dtype(self) -> str:
@@ -98,17 +113,15 @@ class Checkpoint:
     def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
         """A quantized module's weight, free of its layout."""
         with self.naming(module):
-            parts = {name: part.to(device) for name, part in self.parts(module).items()}
-            self._check_sizes(module, parts)
-            return self.formats[module].unpack(parts)
+            parts = self._checked_parts(module)
+            return self.formats[module].unpack({name: part.to(device) for name, part in parts.items()})
 
     def quantized_part(
         self, module: str, outputs: Index, inputs: Index, device: str | torch.device = "cpu"
     ) -> QuantizedWeight:
         """Some outputs and inputs of a quantized module's weight; of slices, little else is read from the files."""
         with self.naming(module):
-            parts, fmt, shape = self.parts(module), self.formats[module], self.layer_shape(module)
-            self._check_sizes(module, parts)
+            parts, fmt, shape = self._checked_parts(module), self.formats[module], self.layer_shape(module)
             around = fmt.narrow(parts, shape, _span(outputs, shape[0]), _span(inputs, shape[1]))
             weight = fmt.unpack({name: part.to(device) for name, part in around.parts.items()})
             return weight.cut(
@@ -118,7 +131,7 @@ class Checkpoint:
     def scattered_groups(self, module: str) -> Tensor | None:
         """The group of every input of a quantized module, where act-order scattered them."""
         with self.naming(module):
-            return self.formats[module].scattered_groups(self.parts(module))
+            return self.formats[module].scattered_groups(self._checked_parts(module))
 
     def weight(self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tensor:
         """A quantized module's weight, decoded on a device."""
@@ -129,16 +142,15 @@ class Checkpoint:
         """(out, in) of a quantized module, from headers and small parts only."""
         sizes = {name[len(module) + 1 :]: self.tensors[name].info.shape for name in self.part_names(module)}
         with self.naming(module):
-            return self.formats[module].stored_shape(sizes, lambda part: self.tensor(f"{module}.{part}"))
+            out, inputs = self.formats[module].stored_shape(sizes, lambda part: self.tensor(f"{module}.{part}"))
+            if out < 1 or inputs < 1:
+                raise ValueError(f"its shape is [{out}, {inputs}]")
+            return out, inputs
 
-    def _check_sizes(self, module: str, parts: Parts) -> None:
-        """Parts of the wrong length would be stretched over the layer, and give garbage."""
-        for name, spec in self.formats[module].parts(self.layer_shape(module)).items():
-            part = parts.get(name)
-            if part is None or ANY_LENGTH in spec.shape or part.dtype.itemsize != spec.dtype.itemsize:
-                continue  # a part that may be absent, or stored as something wider
-            if part.numel() != torch.Size(spec.shape).numel():
-                raise ValueError(f"{name} has shape {list(part.shape)}, but {list(spec.shape)} is needed")
+    def _checked_parts(self, module: str) -> Parts:
+        """A module's parts, each in the shape that its format reads; any other would decode to garbage."""
+        specs = self.formats[module].readable_parts(self.layer_shape(module))
+        return {name: _fitted(name, part, specs.get(name, ())) for name, part in self.parts(module).items()}
 
     @contextmanager
     def naming(self, module: str) -> Iterator[None]:
@@ -170,6 +182,56 @@ class Checkpoint:
         return sorted({path for pattern in wanted + more for path in self.folder.glob(pattern) if path.is_file()})
 
 
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder, from the headers of its files. Where several hold one, the index says which counts."""
+    index = _index(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in _weight_files(folder, index):
+        for name, stored in _headers(file):
+            if index.get(name, file.name) != file.name:
+                continue
+            if name in tensors:
+                raise StorageError(f"{tensors[name].file} and {file} both hold tensor {name}; remove one of them")
+            tensors[name] = stored
+    missing = [name for name in index if name not in tensors]
+    if missing:
+        raise StorageError(
+            f"{folder / INDEX} names {len(missing)} tensors that their files do not hold, the first is {missing[0]}"
+        )
+    return tensors
+
+
+def read_all(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as stored, one by one; each file is opened once."""
+    by_file: dict[Path, list[str]] = {}
+    for name, stored in tensors.items():
+        by_file.setdefault(stored.file, []).append(name)
+    for file, names in by_file.items():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in names:
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _broken(file, error) from error
+
+
+def _fitted(name: str, part: Tensor, specs: Sequence[PartSpec]) -> Tensor:
+    """A part in the first shape and kind that it has; dimensions of size 1 may be there or not."""
+    for spec in specs:
+        same_kind = part.dtype == spec.dtype or any(
+            {part.dtype, spec.dtype} <= set(kind) for kind in (_FLOATS, _INTEGERS)
+        )
+        if same_kind and ANY_LENGTH in spec.shape and part.ndim == 1:
+            return part
+        if same_kind and [size for size in part.shape if size != 1] == [size for size in spec.shape if size != 1]:
+            fitted = part.reshape(spec.shape)
+            return fitted if part.is_floating_point() else fitted.to(spec.dtype)
+    if specs:
+        found, needed = (f"{str(each.dtype)[6:]} {list(each.shape)}" for each in (part, specs[0]))
+        raise ValueError(f"{name} is {found}, but {needed} is needed")
+    return part  # which nobody reads
+
+
 def _span(index: Index, size: int) -> slice:
     """A list may have any order, so it spans everything."""
     return index if isinstance(index, slice) else slice(0, size)
@@ -195,15 +257,22 @@ def read_json(file: Path, need: str) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX, "").get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise StorageError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
-        for name in weight_map.values():
-            if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
-                raise StorageError(f"{folder / INDEX} names {name!r}, which is no file of this folder; do not trust it")
-        return [folder / name for name in sorted(set(weight_map.values()))]
+def _index(folder: Path) -> dict[str, str]:
+    """The file of every tensor, as a checkpoint of several files has it; empty where there is no index."""
+    if not (folder / INDEX).exists():
+        return {}
+    weight_map = read_json(folder / INDEX, "").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StorageError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
+            raise StorageError(f"{folder / INDEX} names {name!r}, which is no file of this folder; do not trust it")
+    return weight_map
+
+
+def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
+    if index:
+        return [folder / name for name in sorted(set(index.values()))]
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -223,16 +292,6 @@ def _headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
                 yield name, StoredTensor(file, TensorInfo(part.get_dtype(), tuple(part.get_shape())))
     except (SafetensorError, OSError) as error:
         raise _broken(file, error) from error
-
-
-def _check_index(folder: Path, tensors: dict[str, StoredTensor]) -> None:
-    if not (folder / INDEX).exists():
-        return
-    missing = [name for name in read_json(folder / INDEX, "")["weight_map"] if name not in tensors]
-    if missing:
-        raise StorageError(
-            f"{folder / INDEX} names {len(missing)} tensors that no file holds, the first is {missing[0]}"
-        )
 
 
 def _broken(file: Path, error: Exception) -> StorageError:

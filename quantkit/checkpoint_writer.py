@@ -5,8 +5,9 @@
         writer.add_json("config.json", config)
         writer.finish()
 
-Leaving the block without `finish`, or with an error, removes everything written so far. A process that is killed
-leaves `.NAME.partial` behind, never a folder that looks finished.
+Before the folder gets its name, every tensor is read back and compared with what was handed over. Leaving the block
+without `finish`, or with an error, removes everything written so far. A process that is killed leaves `.NAME.partial`
+behind, never a folder that looks finished.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.checkpoint import INDEX
+from quantkit.checkpoint import INDEX, read_all, stored_tensors
+from quantkit.checksums import checksum
 from quantkit.defaults import SHARD_BYTES
-from quantkit.errors import InputError, StorageError
+from quantkit.errors import InputError, QuantkitError, StorageError
 from quantkit.storage import NOTHING_KEPT, FolderLock, storage_errors, sync
 
 
@@ -51,6 +53,7 @@ class CheckpointWriter:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
+        self._checksums: dict[str, str] = {}  # of all tensors handed over
         self.total_bytes = 0
         check_output(self.output, overwrite)
         check_space(self.output, expected_bytes)
@@ -69,12 +72,17 @@ class CheckpointWriter:
         if self._lock is not None:
             self._lock.remove_folder()
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor; writes a shard when enough have come together."""
+    def add(self, name: str, tensor: Tensor, checksum_when_made: str | None = None) -> None:
+        """Takes one tensor; writes a shard when enough have come together.
+
+        A tensor that was on disk since it was made comes with its checksum of then, which the written one must have.
+        """
+        tensor = tensor.detach().contiguous()
+        self._checksums[name] = checksum_when_made or checksum(tensor)
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             self._flush()
-        self._pending[name] = tensor.detach().contiguous()
+        self._pending[name] = tensor
         self._pending_bytes += size
         self.total_bytes += size
 
@@ -90,10 +98,12 @@ class CheckpointWriter:
             shutil.copyfile(source, self.partial / source.name)
 
     def finish(self, verify: Callable[[Path], None] = lambda folder: None) -> None:
-        """Writes what is pending and the index, lets `verify` read the result, then gives it its final name."""
+        """Writes what is pending and the index, reads all tensors back and lets `verify` read the result, then gives it
+        its final name."""
         self._flush()
         with self._storage_errors():
             self._name_shards()
+        self._compare()
         verify(self.partial)
         with self._storage_errors():
             for path in (*self.partial.iterdir(), self.partial):
@@ -122,6 +132,21 @@ class CheckpointWriter:
         if count > 1:
             weight_map = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
             self.add_json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
+
+    def _compare(self) -> None:
+        """Every tensor, found as any reader finds it, with what was handed over."""
+        stored = stored_tensors(self.partial)
+        for names, said in (
+            (self._checksums.keys() - stored.keys(), "is missing in what was written"),
+            (stored.keys() - self._checksums.keys(), "stands in what was written, but nobody wrote it"),
+        ):
+            if names:
+                raise QuantkitError(f"{min(names)} {said}; disk or memory is faulty")
+        for name, tensor in read_all(stored):
+            if checksum(tensor) != self._checksums[name]:
+                raise QuantkitError(
+                    f"{name} read back from disk differs from what was written; disk or memory is faulty"
+                )
 
     def _storage_errors(self) -> AbstractContextManager[None]:
         return storage_errors(self.partial, self._when_full)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.checkpoint_writer import CheckpointWriter, check_output
 from quantkit.defaults import SHARD_BYTES
 from quantkit.errors import CannotHold, InputError, QuantkitError, did_you_mean
-from quantkit.formats import FORMATS, Format, IntegerFormat, options_of
+from quantkit.formats import FORMATS, Awq, Format, IntegerFormat, options_of
 from quantkit.pipeline.verification import fingerprint, verify_written
 from quantkit.pipeline.writing import LM_HEAD, write_config
 from quantkit.progress import Progress, silent
@@ -56,6 +56,7 @@ def convert(
     source = Checkpoint(model_folder(checkpoint))
     if not source.formats:
         raise InputError(f"{source.folder} is not quantized, so there are no codes to convert; use quantize")
+    symmetric = _symmetric_formats(source)
     targets: dict[str, Format] = {}
     promised: dict[str, int] = {}
     with CheckpointWriter(output, overwrite=overwrite, shard_bytes=shard_bytes) as writer:
@@ -63,7 +64,8 @@ def convert(
             tensor = source.tensor(name)
             require_finite(name, tensor)
             writer.add(name, tensor)
-        for module, old in source.formats.items():
+        for module, fmt in source.formats.items():
+            old = symmetric.get(fmt, fmt)
             targets[module], promised[module] = _convert_layer(source, module, old, to, writer)
             on_layer(module, len(source.formats))
         write_config(writer, source, targets, _kept(source))
@@ -88,6 +90,22 @@ def _convert_layer(
     for suffix, part in parts.items():
         writer.add(f"{module}.{suffix}", part)
     return new, fingerprint(decoded)
+
+
+def _symmetric_formats(source: Checkpoint) -> dict[Format, Format]:
+    """AWQ formats whose zero points are the middle in all their layers, and what they are without zero points.
+
+    AWQ has no other way to store symmetric weights, and vLLM takes GPTQ only where it says that it is symmetric.
+    """
+    found: dict[Format, Format] = {
+        fmt: replace(fmt, sym=True) for fmt in source.formats.values() if isinstance(fmt, Awq)
+    }
+    for module, fmt in source.formats.items():
+        if isinstance(fmt, Awq) and fmt in found:
+            with source.naming(module):
+                if not fmt.stores_symmetric(source.tensor(f"{module}.qzeros")):
+                    del found[fmt]  # where zero points are used, the first layer tells
+    return found
 
 
 def target_format(old: Format, to: str) -> Format:

@@ -65,7 +65,7 @@ def command(
     quantkit quantize org/model -r nf4 -o model-nf4 --json
     quantkit quantize org/model -r gptq-w4g128 -o model-w4 --dry-run
 
-    The output appears under its name only when every layer was read back from disk and verified. A run that was
+    The output appears under its name only when every tensor was read back from disk and verified. A run that was
     interrupted goes on where it was when the same command is given again.
     """
     from quantkit.calibration import Calibration

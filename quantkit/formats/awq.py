@@ -36,7 +36,7 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.bits import pack, unpack
-from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, refused_groups
+from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, middle_code, refused_groups
 
 NIBBLE_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this one of its eight columns
 COLUMN_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # the inverse
@@ -57,7 +57,11 @@ def _unpack_columns(words: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Awq(IntegerFormat):
-    """Four bits only. Symmetric weights are written with a zero point of 8 everywhere."""
+    """Four bits only. Symmetric weights are written with a zero point of 8 everywhere.
+
+    The config then says that there are zero points, and headers do not tell that they are all 8: such a folder reads
+    back with `sym` false, to the same weights. Kernels and `convert` look at the zero points themselves.
+    """
 
     name: ClassVar[str] = "awq"
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
@@ -98,6 +102,10 @@ class Awq(IntegerFormat):
         zeros = _unpack_columns(parts["qzeros"]).mT.contiguous()
         return IntegerWeight(codes, parts["scales"].mT.contiguous(), zeros, 4, self.group_width(codes.shape[1]))
 
+    def stores_symmetric(self, qzeros: Tensor) -> bool:
+        """Whether the zero points of a layer are all the middle; of the layer's parts no other is needed."""
+        return bool((_unpack_columns(qzeros) == middle_code(4)).all())
+
     def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
         inputs, outputs = widen(inputs, self.input_unit(shape[1]), shape[1]), widen(outputs, 8, shape[0])
         groups, words = scaled(inputs, 1, self.group_width(shape[1])), scaled(outputs, 1, 8)
@@ -113,6 +121,7 @@ class Awq(IntegerFormat):
 
     @property
     def only_float16_elsewhere(self) -> bool:
+        """Of a folder that was read, `sym` means that its config says `zero_point: false`; vLLM's Marlin wants true."""
         return self.group_size not in MARLIN_GROUPS or self.sym
 
 
@@ -130,7 +139,7 @@ class AwqDialect(Dialect):
             "quant_method": "awq",
             "bits": 4,
             "group_size": fmt.group_size,
-            "zero_point": not fmt.sym,
+            "zero_point": True,  # they are in the file, whatever they are
             "version": "gemm",
             "modules_to_not_convert": [name for name in kept if name != "lm_head"] or None,
         }

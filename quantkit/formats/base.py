@@ -114,6 +114,10 @@ class Format(ABC):
     def parts(self, shape: Shape) -> dict[str, PartSpec]:
         """Names, dtypes and shapes of the parts that `pack` returns."""
 
+    def readable_parts(self, shape: Shape) -> dict[str, tuple[PartSpec, ...]]:
+        """All that `unpack` reads: the parts as `pack` writes them first, then as other writers do."""
+        return {name: (spec,) for name, spec in self.parts(shape).items()}
+
     @abstractmethod
     def quantize(self, weight: Tensor) -> QuantizedWeight:
         """Rounds each weight [out, in] to its nearest code, without calibration data."""

@@ -43,6 +43,7 @@ from quantkit.formats.codebook import (
 
 STATE = "weight.quant_state.bitsandbytes__"
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_STORAGE = (torch.int8, torch.bool, torch.bfloat16, torch.float16, torch.float32)  # of codes, beside uint8
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ class Bnb4Bit(Format):
         if self.double_quant:
             specs["weight.nested_absmax"] = PartSpec(torch.float32, (-(-blocks // NESTED_BLOCK),))
             specs["weight.nested_quant_map"] = PartSpec(torch.float32, (256,))
+        return specs
+
+    def readable_parts(self, shape: Shape) -> dict[str, tuple[PartSpec, ...]]:
+        """Other storage dtypes hold the same bytes."""
+        specs = super().readable_parts(shape)
+        count = specs["weight"][0].shape[0]
+        specs["weight"] += tuple(PartSpec(dtype, (-(-count // dtype.itemsize), 1)) for dtype in _STORAGE)
         return specs
 
     def stored_shape(self, sizes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Shape:
@@ -132,6 +140,9 @@ class Bnb4Bit(Format):
         out, inputs = state["shape"]
         packed = _bytes(parts["weight"])
         codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: out * inputs]
+        blocks = -(-out * inputs // state["blocksize"])
+        if parts["weight.absmax"].numel() != blocks:
+            raise ValueError(f"its quant_state says {blocks} blocks, but there are {parts['weight.absmax'].numel()}")
         return CodebookWeight(self.kind, codes, _block_scales(parts, state), state["blocksize"], (out, inputs))
 
     def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:

@@ -121,8 +121,14 @@ def _read_group(group: Mapping[str, Any], module: str, tensors: Mapping[str, Ten
     strategy = args.get("strategy") or ("channel" if args.get("group_size") in (None, -1) else "group")
     if f"{module}.weight_packed" in tensors:
         size = args["group_size"] if strategy == "group" else -1
-        return CtPacked(bits=args["num_bits"], group_size=size, sym=args.get("symmetric", True), dtype=dtype)
-    if tensors[f"{module}.weight"].dtype == "I8":
+        if args.get("actorder") in ("group", "dynamic") and f"{module}.weight_g_idx" not in tensors:
+            raise InputError(f"the checkpoint is incomplete: {module}.weight_g_idx is missing, which actorder needs")
+        sym = args.get("symmetric", True) and f"{module}.weight_zero_point" not in tensors
+        return CtPacked(bits=args["num_bits"], group_size=size, sym=sym, dtype=dtype)
+    stored = "int" if tensors[f"{module}.weight"].dtype == "I8" else "float"
+    if args.get("type", "int") != stored:
+        raise InputError(f"{module}.weight holds codes of type {stored}, but its config group says {args['type']!r}")
+    if stored == "int":
         if not args.get("symmetric", True) or strategy not in ("channel", "tensor"):
             raise InputError(f"{module}: int-quantized with strategy {strategy} or zero points is not supported")
         return CtInt8(dtype=dtype)

@@ -62,6 +62,19 @@ class CtPacked(IntegerFormat):
             specs["weight_zero_point"] = PartSpec(torch.int32, (packed_width(out, self.bits), groups))
         return specs
 
+    def readable_parts(self, shape: Shape) -> dict[str, tuple[PartSpec, ...]]:
+        """Versions up to 0.16 left bits of a word unused; act-order has been dropped since."""
+        out, inputs = shape
+        specs = super().readable_parts(shape) | {"weight_g_idx": (PartSpec(torch.int32, (inputs,)),)}
+        specs["weight_packed"] += (PartSpec(torch.int32, (out, self._padded_width(inputs))),)
+        if not self.sym:
+            groups = self.group_count(inputs)
+            specs["weight_zero_point"] += (PartSpec(torch.int32, (self._padded_width(out), groups)),)
+        return specs
+
+    def _padded_width(self, count: int) -> int:
+        return -(-count // (32 // self.bits))
+
     def stored_shape(self, sizes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Shape:
         out, inputs = (int(size) for size in read("weight_shape"))
         return out, inputs
@@ -83,7 +96,7 @@ class CtPacked(IntegerFormat):
         out, inputs = (int(size) for size in parts["weight_shape"])
         scales = parts["weight_scale"]
         codes = self._unpack_words(parts["weight_packed"], inputs)
-        if "weight_zero_point" in parts:
+        if not self.sym:
             zeros = self._unpack_words(parts["weight_zero_point"].mT, out).mT.contiguous()
         else:
             zeros = torch.full_like(scales, middle_code(self.bits), dtype=torch.uint8)

@@ -41,7 +41,14 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
-from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, contiguous_groups, refused_groups
+from quantkit.formats.integer import (
+    MARLIN_GROUPS,
+    IntegerFormat,
+    IntegerWeight,
+    contiguous_groups,
+    middle_code,
+    refused_groups,
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,8 @@ class Gptq(IntegerFormat):
         return Narrowed(narrowed, outputs, inputs)
 
     def scattered_groups(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        groups = parts.get("g_idx")
+        """Without act-order the order is known, and some writers leave it out."""
+        groups = parts["g_idx"] if self.act_order and self.group_size != -1 else parts.get("g_idx")
         if groups is None:
             return None
         in_order = contiguous_groups(len(groups), self.group_width(len(groups)), groups.device)
@@ -147,11 +155,16 @@ class Gptq(IntegerFormat):
     def _unpack_zeros(self, words: Tensor, out: int) -> Tensor:
         """Zero points [groups, out]. GPTQModel subtracts 1 from whole words, so borrows are undone on whole words."""
         if self.version == 2:
-            return unpack(words, self.bits, out)
-        if self.bits == 3:  # fields straddle words; here writers only ever store z >= 1
-            return (unpack(words, 3, out) + 1) & 7
-        ones = pack(torch.ones(32 // self.bits, dtype=torch.uint8, device=words.device), self.bits)
-        return unpack(words + ones, self.bits, out)
+            zeros = unpack(words, self.bits, out)
+        elif self.bits == 3:  # fields straddle words; here writers only ever store z >= 1
+            zeros = (unpack(words, 3, out) + 1) & 7
+        else:
+            ones = pack(torch.ones(32 // self.bits, dtype=torch.uint8, device=words.device), self.bits)
+            zeros = unpack(words + ones, self.bits, out)
+        other = middle_code(self.bits) + (1 if self.version == 1 else -1)
+        if self.sym and bool((zeros == other).all()):
+            raise ValueError(f"symmetric, but every zero point is {other}: checkpoint_format names the other version")
+        return zeros
 
 
 def _common_format(modules: Mapping[str, Gptq]) -> Gptq:
@@ -219,8 +232,14 @@ def _read_options(config: Mapping[str, Any]) -> dict[str, Any]:
         "group_size": first("group_size", "q_group_size", default=-1),
         "sym": first("sym", default=True),
         "act_order": first("desc_act", default=False),
-        "version": 2 if first("checkpoint_format", "format", "version") == "gptq_v2" else 1,
+        "version": _version(first("checkpoint_format", "format", "version", default="gptq")),
     }
+
+
+def _version(checkpoint_format: Any) -> int:
+    """Others lay the codes out in other ways (`marlin`, `gptq_p`), or are damage."""
+    check_choice("checkpoint_format of the gptq quantization_config", checkpoint_format, ("gptq", "gptq_v2"))
+    return 2 if checkpoint_format == "gptq_v2" else 1
 
 
 def _override(module: str, dynamic: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

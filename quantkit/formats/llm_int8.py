@@ -119,6 +119,8 @@ class LlmInt8(Format):
         }
 
     def unpack(self, parts: Mapping[str, Tensor]) -> AbsmaxInt8Weight:
+        if "weight_format" in parts and int(parts["weight_format"]) != 0:
+            raise ValueError(f"weight_format is {int(parts['weight_format'])}, a layout for one kind of GPU; 0 is read")
         return AbsmaxInt8Weight(parts["weight"], parts["SCB"].float())
 
     def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:

@@ -80,6 +80,8 @@ def _is_whole(weights: Path, description: Path, owner: str) -> bool:
     unit = value.get("unit")
     if not isinstance(unit, dict) or value.get("sha256") != digest(unit) or unit["arguments"] != owner:
         return False
+    if not isinstance(unit["tensors"], dict):  # from before tensors had checksums of their own
+        return False
     return matches(weights, unit["weights"])
 
 

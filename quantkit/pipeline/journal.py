@@ -11,7 +11,7 @@ A run that was killed finds its finished units again when it is started with the
 
     arguments.json              everything that decides the result
     unit-00000.safetensors      the tensors of one unit
-    unit-00000.json             its record, and the sizes and checksums that both files are checked by
+    unit-00000.json             its record, a checksum of every tensor, and what both files are recognised by
     state-00000.safetensors     what the next unit starts from; the last two are kept
     NAME.json                   notes: decisions made once, before the first unit
     lock                        held while a process works here
@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quantkit.checksums import checksum
 from quantkit.errors import InputError, StorageError
 from quantkit.pipeline.earlier_run import (
     ARGUMENTS,
@@ -109,7 +110,7 @@ class Journal:
                 save_file(stored, partial)
             unit = {
                 "arguments": self._digest,
-                "tensors": list(stored),
+                "tensors": {name: checksum(tensor) for name, tensor in stored.items()},
                 "weights": seal(weights),
                 "state": seal(self._state_file(self._finished)) if state else None,
                 "can_be_followed": can_be_followed,
@@ -128,13 +129,18 @@ class Journal:
     def tensors(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a finished unit, one by one, in the order in which they were committed."""
         weights, _ = self._files(index)
-        names = self._unit(index)["tensors"]
+        names = self.checksums(index)
         try:
             with safe_open(weights, framework="pt") as opened:
                 for name in names:
                     yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise unreadable(weights, error) from error
+
+    def checksums(self, index: int) -> dict[str, str]:
+        """Of the tensors of a finished unit, from before they were written."""
+        checksums: dict[str, str] = self._unit(index)["tensors"]
+        return checksums
 
     def state(self) -> Iterator[Tensor]:
         """What the next unit starts from, tensor by tensor, in the order of their names."""

@@ -1,4 +1,8 @@
-"""Reading a written checkpoint back, as any other reader would, and comparing it with what was promised."""
+"""Decoding a written checkpoint, as any other reader would, and comparing it with what was promised.
+
+That every tensor in the files is what was handed over, `CheckpointWriter` has seen to by then; here the layers must
+decode to what the method computed.
+"""
 
 from __future__ import annotations
 
@@ -30,4 +34,6 @@ def verify_written(folder: Path, promised: Mapping[str, int], device: str = "cpu
         if module not in written.formats:
             raise QuantkitError(f"{module} cannot be found again in the written checkpoint")
         if fingerprint(written.weight(module, device=device)) != value:
-            raise QuantkitError(f"{module} read back from disk differs from what was written; disk or memory is faulty")
+            raise QuantkitError(
+                f"{module} decodes to other weights than were computed; memory is faulty, or this is a bug"
+            )

@@ -44,8 +44,9 @@ def write_checkpoint(
     ) as writer:
         _add_plain(job.source, {f"{module}.weight" for module in chosen} | changed, writer)
         for index in range(journal.finished):
+            checksums = journal.checksums(index)
             for name, tensor in journal.tensors(index):
-                writer.add(name, tensor)
+                writer.add(name, tensor, checksums[name])
         write_config(writer, job.source, chosen, [LM_HEAD, *job.kept])
         source_bytes = sum(stored.nbytes for stored in job.source.tensors.values())
         name = next(iter(chosen.values())).name

@@ -1,11 +1,13 @@
 """Conversion: the same bytes there and back, or a refusal that says why."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint import Checkpoint
@@ -35,6 +37,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     ("recipe", "changes", "there", "back"),
     [
         ("rtn-w4g128", (), "compressed-tensors", "gptq"),
+        ("rtn-w4g128", (), "awq", "gptq"),
         ("rtn-w4g128", ("format.bits=3", "format.group_size=64"), "compressed-tensors", "gptq"),
         ("rtn-w8", (), "compressed-tensors", "gptq"),
         ("rtn-w4g128", ("format.group_size=-1", "format.bits=8"), "w8a8", "gptq"),
@@ -56,6 +59,34 @@ def test_there_and_back(
     for module in Checkpoint(source).formats:
         decoded = (Checkpoint(folder).quantized(module).dequantize() for folder in (source, tmp_path / "there"))
         assert torch.equal(*decoded), module
+
+
+def test_symmetric_awq_has_zero_points_in_the_file(quantized: Quantized, tmp_path: Path) -> None:
+    """The config says so, or vLLM takes a kernel for float16 only; folders that say `false` mean the same weights."""
+    source = Checkpoint(quantized("rtn-w4g128"))
+    convert(source.folder, "awq", tmp_path / "awq")
+    config = json.loads((tmp_path / "awq" / "config.json").read_text())
+    assert config["quantization_config"]["zero_point"] is True
+    for said in (True, False):
+        config["quantization_config"]["zero_point"] = said
+        (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
+        read = Checkpoint(tmp_path / "awq")
+        assert all(fmt.only_float16_elsewhere is not said for fmt in read.formats.values())
+        for module in list(read.formats)[:3]:
+            assert (read.tensor(f"{module}.qzeros") == 0x88888888 - (1 << 32)).all()
+            assert torch.equal(read.weight(module), source.weight(module))
+
+
+def test_one_layer_with_zero_points_keeps_those_of_all(quantized: Quantized, tmp_path: Path) -> None:
+    """Layers of one scheme stay layers of one scheme."""
+    source = Path(shutil.copytree(quantized("rtn-w4g128-asym"), tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if name.endswith(".qzeros") and "layers.1.mlp.down_proj" not in name:
+            tensors[name].fill_(0x88888888 - (1 << 32))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, "gptq-v2", tmp_path / "out")
+    assert {fmt.describe() for fmt in Checkpoint(tmp_path / "out").formats.values()} == {"W4 g128 asym"}
 
 
 def test_mixed_bits_keep_their_modules(quantized: Quantized, tiny_model: Path, tmp_path: Path) -> None:
@@ -108,11 +139,9 @@ def test_zero_point_of_zero_is_refused_by_gptq_v1(tiny_model: Path, quantized: Q
     checkpoint = Checkpoint(source)
     has_zero = any(int(checkpoint.quantized(module).zeros.min()) == 0 for module in checkpoint.formats)  # type: ignore[attr-defined]
     assert not has_zero  # random weights never give one, so plant it
-    import safetensors.torch
-
-    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.qzeros"][0, 0] = 0
-    safetensors.torch.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CannotHold, match=r"model\.layers\.0\.mlp\.up_proj cannot become gptq.*version 2"):
         convert(source, "gptq", tmp_path / "out")
     convert(source, "compressed-tensors", tmp_path / "ct")

@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "methods": {"errors", "formats", "kernels"},
     "checkpoint": {"errors", "formats"},
     "storage": {"errors"},
-    "checkpoint_writer": {"errors", "formats", "checkpoint", "storage"},
+    "checksums": set(),
+    "checkpoint_writer": {"errors", "formats", "checkpoint", "storage", "checksums"},
     "recipe": {"errors", "formats", "arch", "methods", "strict_yaml"},
     "engines": {"errors", "formats"},
     "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer"},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "passes", "reference"}
-ALLOWED["pipeline"] |= {"stages", "storage", "wording"}
+ALLOWED["pipeline"] |= {"stages", "storage", "checksums", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}

@@ -19,16 +19,18 @@ from quantkit.formats import (
     Format,
     Fp4,
     Gptq,
+    IntegerFormat,
     IntegerWeight,
     LlmInt8,
     Nf4,
     build,
 )
-from quantkit.formats.base import ANY_LENGTH
+from quantkit.formats.base import ANY_LENGTH, DTYPES
 from quantkit.formats.codebook import dynamic_table, table_of
 
 GROUPS = st.sampled_from([-1, 32, 64])
 SCALES = st.sampled_from(["float16", "bfloat16", "float32"])
+SCALE_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}  # relative
 
 
 @st.composite
@@ -80,7 +82,7 @@ def test_round_trip(case: tuple[Format, tuple[int, int]], seed: int) -> None:
     assert all(torch.equal(bytes_of(parts[name]), bytes_of(again[name])) for name in parts)
     sizes = {name: tuple(part.shape) for name, part in parts.items()}
     assert fmt.stored_shape(sizes, parts.__getitem__) == shape
-    assert float((read.dequantize() - weight).norm()) <= worst_error(fmt) * float(weight.norm()) + 1e-3
+    assert within_half_a_step(read.dequantize(), weight, fmt)
 
 
 def assert_parts_as_announced(fmt: Format, shape: tuple[int, int], parts: dict[str, Tensor]) -> None:
@@ -96,26 +98,73 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def worst_error(fmt: Format) -> float:
-    """Loose: it catches a wrong layout, which gives errors near 1; accuracy has its own tests."""
-    return {2: 1.0, 3: 0.5}.get(fmt.bits, 0.3)
+def within_half_a_step(decoded: Tensor, weight: Tensor, fmt: Format) -> bool:
+    return bool(((decoded - weight).abs() <= largest_error(fmt, weight)).all())
 
 
-@settings(deadline=None)
-@given(
-    bits=st.sampled_from([2, 3, 4, 8]),
-    sym=st.booleans(),
-    version=st.sampled_from([1, 2]),
-    seed=st.integers(0, 2**16),
-    group=st.sampled_from([-1, 32, 64]),
-)
-def test_integer_rounding_stays_within_half_a_step(bits: int, sym: bool, version: int, seed: int, group: int) -> None:
-    weight = random_weight((16, 128), seed)
-    quantized = Gptq(bits=bits, sym=sym, version=version, group_size=group).quantize(weight)
-    steps = quantized.scales.float()[:, quantized.input_groups()]
-    error = (quantized.dequantize() - weight).abs() / steps
-    # Scales are rounded to float16, which moves the ends of the grid by 2**-11 of its width.
-    assert float(error.max()) <= 0.5 + 2**bits * 2**-11 + 1e-3
+def largest_error(fmt: Format, weight: Tensor) -> Tensor:
+    """What rounding each value to the nearest of its grid may cost, from the weight alone: a wrong grid shows too.
+
+    Half a step, and as much as the ends of the grid move when its scale is rounded; scales are never subnormal.
+    """
+    scale, smallest = SCALE_ROUNDING[fmt.dtype], torch.finfo(DTYPES[fmt.dtype]).tiny
+    if isinstance(fmt, IntegerFormat):
+        groups = weight.unflatten(-1, (-1, fmt.group_width(weight.shape[1])))
+        low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+        codes = (1 << fmt.bits) - 1
+        asymmetric = (high - low) / (codes - fmt.zero_floor)  # version 1 of GPTQ may lose the lowest code
+        step = 2 * torch.maximum(-low, high) / codes if fmt.sym else asymmetric
+        half = (step.clamp(min=smallest) * (0.5 + (codes + 1) * scale)).expand_as(groups).flatten(-2)
+    elif isinstance(fmt, (Nf4, Fp4)):
+        table = table_of(fmt.kind).sort().values
+        absmax = block_absmax(weight, fmt.block)
+        nested = absmax.max() / 128 if fmt.double_quant else 0.0  # half of the widest gap in the second table
+        half = absmax * table.diff().max() / 2 + nested
+    elif isinstance(fmt, LlmInt8):
+        half = weight.abs().amax(-1, keepdim=True) / 127 / 2 + weight.abs() * 2**-11  # it sees float16
+    else:
+        assert isinstance(fmt, CtFloat8)
+        subnormal = (weight.abs().max() / 448).clamp(min=smallest) * 2**-10  # half of their step
+        half = weight.abs() * (2**-4 + scale) + subnormal  # three bits after the leading one
+    return half * (1 + 1e-4)
+
+
+def block_absmax(weight: Tensor, block: int) -> Tensor:
+    """The largest magnitude of each value's block; blocks go across the ends of rows, the last one may be short."""
+    padded = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % block)).view(-1, block)
+    return padded.abs().amax(-1, keepdim=True).expand_as(padded).flatten()[: weight.numel()].view_as(weight)
+
+
+EVERY_WIDTH: list[Format] = [
+    *(Gptq(bits=bits, group_size=64, sym=sym) for bits in (2, 3, 4, 8) for sym in (True, False)),
+    *(CtPacked(bits=bits, group_size=64, sym=sym) for bits in range(2, 9) for sym in (True, False)),
+    *(Awq(group_size=64), Awq(group_size=64, sym=True), CtInt8(), LlmInt8()),
+    *(CtFloat8(strategy=strategy) for strategy in ("tensor", "channel", "block")),
+    *(Nf4(), Nf4(double_quant=False), Fp4(), Fp4(double_quant=False)),
+]
+
+
+@pytest.mark.parametrize("fmt", EVERY_WIDTH, ids=lambda fmt: f"{fmt.name} {fmt.describe()}")
+@pytest.mark.parametrize("positive", [False, True])
+def test_half_a_step_tells_right_from_wrong(fmt: Format, positive: bool) -> None:
+    """What a broken format gives fails: nothing, a constant, or the right values in wrong places."""
+    weight = random_weight((64, 128), 5 if positive else 1)
+    decoded = fmt.quantize(weight).dequantize()
+    assert within_half_a_step(decoded, weight, fmt)
+    wrong = {
+        "zeros": torch.zeros_like(weight),
+        "a constant": weight.mean().expand_as(weight),
+        "a constant per row": weight.mean(-1, keepdim=True).expand_as(weight),
+        "a constant per group": weight.unflatten(-1, (-1, 64)).mean(-1, keepdim=True).expand(-1, -1, 64).flatten(-2),
+        "negated": -decoded,
+        "next row": decoded.roll(1, 0),
+        "next column": decoded.roll(1, 1),
+        "transposed": decoded.T.reshape(weight.shape),
+        "twice the scale": 2 * decoded,
+    }
+    wrong["zeros in the last row"] = decoded.index_fill(0, torch.tensor(63), 0)
+    passed = [name for name, tensor in wrong.items() if within_half_a_step(tensor, weight, fmt)]
+    assert not passed
 
 
 def test_gptq_act_order_keeps_original_row_order() -> None:
