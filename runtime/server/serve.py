@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from quantkit.errors import InputError
+from quantkit.runtime.server.connections import ImpatientProtocol
 from quantkit.runtime.server.logs import log_event, setup_logging
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.sources import model_folder
@@ -177,6 +178,7 @@ class _Serving:
             access_log=False,
             server_header=False,
             ws="none",
+            http=ImpatientProtocol,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             limit_concurrency=settings.max_connections,
             timeout_graceful_shutdown=_LAST_WORDS_SECONDS,

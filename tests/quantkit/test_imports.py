@@ -169,7 +169,7 @@ def test_runtime_has_no_circle_of_imports() -> None:
 # from themselves; imports within functions and for type checkers count too.
 SERVER = "quantkit.runtime.server."
 SERVER_FLOORS: tuple[set[str], ...] = (
-    {"config_file", "engine_process", "hosts", "logs", "version"},
+    {"config_file", "connections", "engine_process", "hosts", "logs", "version"},
     {"engine_metrics", "errors", "settings", "shadow"},
     {"metrics", "schemas"},
     {"tools"},
