@@ -1,9 +1,12 @@
 """Wrong requests: each gets a status, a sentence and the field at fault, and disturbs nobody."""
 
+import json
 from typing import Any
 
 import openai
 import pytest
+
+from quantkit.runtime.server.errors import as_api_error
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -216,3 +219,12 @@ def test_the_documentation_is_true(live_server: Any) -> None:
         assert "422" not in responses
         assert "401" not in responses  # this server has no keys
     assert "HTTPValidationError" not in schema["components"]["schemas"]
+
+
+def test_what_nobody_foresaw_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    error = as_api_error(KeyError("/home/somebody/model: a prompt of another"))
+    assert error.status == 500
+    assert "somebody" not in json.dumps(error.body)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert "somebody" in str(record.exc_info[1])

@@ -259,3 +259,13 @@ def test_the_guide_names_every_setting() -> None:
     known = {f"`{name}`" for name in FLAGS}
     settings_rows = [row for row in rows if ":" not in row and row.strip("`").isidentifier()]
     assert set(settings_rows) == known, "docs/serving.md explains a setting that does not exist"
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"), [("127.0.0.1", False, False), ("0.0.0.0", False, True), ("0.0.0.0", True, False)]
+)
+def test_an_open_server_is_warned_of(host: str, keys: bool, warns: bool, keys_file: Path) -> None:
+    """Where anybody who reaches this machine may ask."""
+    given = {"model": "demo", "host": host} | ({"api_keys_file": str(keys_file)} if keys else {})
+    settings = load_settings(given, None, {})
+    assert (settings.warning is not None) is warns
