@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "host_memory": set(),
     "defaults": set(),
     "strict_yaml": set(),
+    "threads": set(),
     "formats": {"errors"},
     "stages": set(),
     "arch": {"errors", "stages"},
@@ -61,6 +62,7 @@ ALLOWED["runtime"] = {
     "stages",
     "storage",
     "strict_yaml",
+    "threads",
     "wording",
 }
 ALLOWED["eval"] = (
