@@ -65,6 +65,7 @@ async def everybody(course: Course, villain: Villain, server: int, before: Befor
         watching.cancel()
     last = await read_metrics(course.port)
     course.report.counters |= {told: last[name] - first[name] for name, told in COUNTED.items()}
+    course.report.counters["seconds without an engine"] = round(course.seconds_without_engine)
 
 
 async def as_task(work: Awaitable[None]) -> None:

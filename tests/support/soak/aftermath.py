@@ -10,7 +10,7 @@ from soak.course import Course, read_metrics
 from soak.vitals import Vitals, living_children
 from soak.wire import get, post
 
-ALLOWED_GROWTH = 64 << 20  # bytes of resident memory that are no leak: what allocators keep for the next time
+ALLOWED_GROWTH = 32 << 20  # bytes of resident memory that are no leak: what allocators keep for the next time
 TOKENIZING = 17  # requests for tokens that the server lets in (`served_model.py`)
 _TEXT = "The function returns a list of words. " * 2000
 EXPECTED_TROUBLES = {  # of the log

@@ -35,20 +35,22 @@ class Course:
     def going(self) -> bool:
         return time.monotonic() < self.end
 
-    def excused(self, since: float) -> bool:
-        """Whether there was no engine at some moment between then and now."""
-        return any(outage.ended is None or outage.ended >= since for outage in self.outages)
-
     def note_failure(self, client: str, failure: Failure, since: float) -> None:
-        """Refused where the queue is full, or where there is no engine; an answer may break only with its engine."""
+        """Refused where the queue is full, or where there is no engine; an answer may break only with its engine.
+        `since` is when it was asked for."""
+        outage = next((one for one in self.outages if one.ended is None or one.ended >= since), None)
         if failure.status == 429 and failure.code == "queue_full":
             self.report.refused["429"] += 1
-        elif failure.code != "engine_unavailable" or not self.excused(since):
+        elif failure.code != "engine_unavailable" or outage is None:
             self.report.fault(f"{client}: {failure} though the engine was well")
-        elif failure.status == 503:
+        elif failure.status == 503 and since >= outage.began:
             self.report.refused["503"] += 1
         else:
             self.report.broken[client] += 1
+
+    @property
+    def seconds_without_engine(self) -> float:
+        return sum((outage.ended or time.monotonic()) - outage.began for outage in self.outages)
 
 
 async def wait_until_ready(port: int) -> None:

@@ -9,7 +9,7 @@ from soak.cases import Case
 from soak.course import Course
 
 PATIENCE = 240.0  # seconds for one answer; an engine that is stopped costs half a minute
-_PAUSE = 0.5  # seconds after a refusal
+_PAUSE = 1.0  # seconds after a refusal
 
 
 async def ask_honestly(course: Course, random: Random) -> None:

@@ -38,8 +38,11 @@ class Report:
 
 def _lines(report: Report) -> list[str]:
     tables = {name: value for name, value in vars(report).items() if isinstance(value, dict)}
-    width = max(len(name) for table in tables.values() for name in table)
-    lines = [f"soak of {report.seconds:g} s, {sum(report.requests.values())} requests"]
+    width = max((len(name) for table in tables.values() for name in table), default=0)
+    requests, checked = sum(report.requests.values()), sum(report.checked.values())
+    restarts, leaks = report.counters.get("restarts", 0), sum(report.leaks.values())
+    done = f"{requests} requests, {checked} answers checked, {restarts:g} restarts, leaks {leaks}"
+    lines = [f"soak of {report.seconds:g} s: {done}, faults {len(report.faults)}"]
     for name, table in tables.items():
         lines += [f"  {name.replace('_', ' ')}", *(f"    {key:{width}}  {value:g}" for key, value in table.items())]
-    return [*lines, f"  faults {len(report.faults)}", *(f"    {fault}" for fault in report.faults)]
+    return [*lines, "  faults", *(f"    {fault}" for fault in report.faults)]

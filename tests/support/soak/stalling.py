@@ -13,17 +13,18 @@ from soak.wire import as_json_request
 LET_GO_SECONDS = 150.0  # for the server to give the connection up
 _LONG_HELD = 20.0  # seconds: the server had more to send than the kernel takes
 _SEGMENT = 536  # bytes: with larger ones the kernel would take megabytes for a client that reads nothing
-_STREAM = {"model": MODEL, "prompt": "The sea", "max_tokens": 240, "temperature": 1, "logprobs": 20, "ignore_eos": True}
+_STREAM = {"model": MODEL, "prompt": "The sea", "max_tokens": 80, "n": 3, "temperature": 1, "ignore_eos": True}
+_MUCH = {"stream": True, "logprobs": 20, "priority": -3}  # 800 bytes for each token, and soon
 _TEXT = "The function returns a list of words. " * 4000
 
 
 async def stop_reading(course: Course, random: Random) -> None:
     while course.going:
         if random.random() < 0.7:
-            await _stop_reading(course, "stop reading a stream", as_json_request(PLAIN, _STREAM | {"stream": True}))
+            await _stop_reading(course, "stop reading a stream", as_json_request(PLAIN, _STREAM | _MUCH))
         else:
             await _stop_reading(course, "stop reading tokens", as_json_request("/tokenize", {"prompt": _TEXT}))
-        await asyncio.sleep(random.random())
+        await asyncio.sleep(1 + random.random())
 
 
 async def _stop_reading(course: Course, client: str, request: bytes) -> None:

@@ -12,7 +12,7 @@ from random import Random
 from soak.course import READY_SECONDS, Course, Outage, read_metrics, wait_until_ready
 from soak.vitals import is_alive, living_children
 
-_SHORTEST, _LONGEST = 8.0, 20.0  # seconds between two deeds
+_SHORTEST, _LONGEST = 12.0, 32.0  # seconds between two deeds
 
 
 class Villain:
