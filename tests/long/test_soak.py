@@ -32,7 +32,7 @@ from soak.wrong import flood_tokenizer, send_wrong_bodies
 pytestmark = pytest.mark.long
 
 SECONDS = float(os.environ.get("QUANTKIT_TEST_SOAK_SECONDS", "360"))
-AT_ONCE, WAITING = 8, 16  # answers
+AT_ONCE, WAITING = 8, 30  # answers
 LIMITS = ("--max-context", "384", "--max-sequences", str(AT_ONCE), "--max-queue", str(WAITING))
 PRESSURE = ("--kv-tokens", "400", "--swap-gib", "0.002", "--speculative", "draft=demo-draft,k=4")
 CLIENTS: list[tuple[Callable[[Course, Random], Awaitable[None]], int]] = [

@@ -5,10 +5,11 @@ import socket
 import time
 from random import Random
 
+from soak.answers import Failure
 from soak.cases import MODEL, PLAIN
 from soak.course import Course
 from soak.vitals import is_held
-from soak.wire import as_json_request
+from soak.wire import Reply, as_json_request
 
 LET_GO_SECONDS = 150.0  # for the server to give the connection up
 _LONG_HELD = 20.0  # seconds: the server had more to send than the kernel takes
@@ -44,3 +45,12 @@ async def _stop_reading(course: Course, client: str, request: bytes) -> None:
             await asyncio.sleep(0.5)
         if time.monotonic() > began + _LONG_HELD:
             course.report.given_up[client] += 1
+        else:
+            course.note_failure(client, _failure(connection.recv(4096)), began)
+
+
+def _failure(beginning: bytes) -> Failure:
+    """Of an answer that was so short that the server was soon done with it: a refusal, or a stream that broke."""
+    head, _, body = beginning.partition(b"\r\n\r\n")
+    status = int(head.split()[1])
+    return Failure(status, "engine_unavailable" if status == 200 else Reply(status, body).code)
