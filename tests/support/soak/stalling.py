@@ -11,6 +11,7 @@ from soak.course import Course
 from soak.vitals import is_held
 from soak.wire import Reply, as_json_request
 
+PATIENCE = 240.0  # seconds for the beginning of an answer
 LET_GO_SECONDS = 150.0  # for the server to give the connection up
 _LONG_HELD = 20.0  # seconds: the server had more to send than the kernel takes
 _SEGMENT = 536  # bytes: with larger ones the kernel would take megabytes for a client that reads nothing
@@ -34,10 +35,15 @@ async def _stop_reading(course: Course, client: str, request: bytes) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT)
-        loop, began = asyncio.get_running_loop(), time.monotonic()
+        loop, asked = asyncio.get_running_loop(), time.monotonic()
         await loop.sock_connect(connection, ("127.0.0.1", course.port))
         await loop.sock_sendall(connection, request)
-        own = connection.getsockname()[1]
+        while not _has_begun(connection):
+            if time.monotonic() > asked + PATIENCE:
+                course.report.fault(f"{client}: no answer after {PATIENCE:g} s")
+                return
+            await asyncio.sleep(0.1)
+        began, own = time.monotonic(), connection.getsockname()[1]
         while is_held(course.port, own):
             if time.monotonic() > began + LET_GO_SECONDS:
                 course.report.fault(f"{client}: the connection is still open after {LET_GO_SECONDS:g} s")
@@ -46,7 +52,15 @@ async def _stop_reading(course: Course, client: str, request: bytes) -> None:
         if time.monotonic() > began + _LONG_HELD:
             course.report.given_up[client] += 1
         else:
-            course.note_failure(client, _failure(connection.recv(4096)), began)
+            course.note_failure(client, _failure(connection.recv(4096)), asked)
+
+
+def _has_begun(connection: socket.socket) -> bool:
+    """Whether something of the answer has come; it stays unread."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
 
 
 def _failure(beginning: bytes) -> Failure:
