@@ -35,6 +35,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/long/test_scheduler_machine_long.py": 168,
     "tests/long/test_server_fuzz.py": 260,
     "tests/long/test_server_load.py": 115,
+    "tests/long/test_soak.py": 490,
     "tests/long/test_tasks_items.py": 1,
     "tests/medusa/test_medusa_command.py": 15,
     "tests/medusa/test_medusa_training.py": 10,

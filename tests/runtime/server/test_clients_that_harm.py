@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import queue
+import select
+import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -16,6 +20,7 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.server import serve
 from quantkit.runtime.server.config_file import ApiKey
 from quantkit.runtime.server.engine_process import process
 from quantkit.runtime.server.engine_process.client import EngineClient
@@ -84,6 +89,25 @@ def test_a_client_that_stops_reading_is_given_up(read: int, seconds: float, monk
         assert finished or getattr(call.error, "code", "") == "client_stalled"
     else:
         assert getattr(call.error, "code", "") in ("timeout", "client_stalled")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such option")
+def test_connections_of_clients_that_stop_reading_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though closing them would wait until all is sent."""
+    monkeypatch.setattr(serve, "UNREAD_SECONDS", 0.5)
+    with serve._bind("127.0.0.1", 0) as listener, socket.socket() as client:
+        listener.listen()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(listener.getsockname())
+        with listener.accept()[0] as connection:
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    connection.send(bytes(1 << 16))
+            watched = select.poll()
+            watched.register(connection, select.POLLERR)
+            assert watched.poll(20_000)
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT
 
 
 def test_a_flood_of_texts_to_tokenize_stops_nobody(live_server: Any) -> None:
