@@ -7,11 +7,14 @@ whose end never comes would hold a connection for ever, of which there are `max_
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEAD_SECONDS = 30.0  # from a connection, or from the first byte of a later request, to the end of a request's head
+UNREAD_SECONDS = 60.0  # that a client may take nothing of what was sent to it; then the connection is cut
 
 
 class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -49,3 +52,10 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def _give_up(self) -> None:
         if not self._answering:
             self.transport.close()
+
+
+def cut_unread_connections(listener: socket.socket) -> None:
+    """Connections inherit this. Closing one does not help: what was written before is sent first, and a client that
+    does not read could keep it open for as long as it likes, given up or not."""
+    if sys.platform == "linux":  # others have no such option
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from quantkit.errors import InputError
-from quantkit.runtime.server.connections import ImpatientProtocol
+from quantkit.runtime.server.connections import ImpatientProtocol, cut_unread_connections
 from quantkit.runtime.server.logs import log_event, setup_logging
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.sources import model_folder
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 STILL_LOADING_SECONDS = 10.0  # between two lines that say so
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 of nginx: the side that opens connections should close them
-UNREAD_SECONDS = 60.0  # that a client may take nothing of what was sent to it; then the connection is cut
 _LAST_WORDS_SECONDS = 1  # for connections that are still open when the time to drain is over
 
 
@@ -266,7 +265,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _cut_unread_connections(listener)
+        cut_unread_connections(listener)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -274,13 +273,6 @@ def _bind(host: str, port: int) -> socket.socket:
         why = known.get(error.errno or 0, error.strerror)
         raise InputError(f"cannot listen on {host} port {port}: {why}") from error
     return listener
-
-
-def _cut_unread_connections(listener: socket.socket) -> None:
-    """Connections inherit this. Closing one does not help: what was written before is sent first, and a client that
-    does not read could keep it open for as long as it likes, given up or not."""
-    if sys.platform == "linux":  # others have no such option
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
 
 
 def _check_tls(settings: ServerSettings) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
-from quantkit.runtime.server import serve
+from quantkit.runtime.server import connections, serve
 from quantkit.runtime.server.config_file import ApiKey
 from quantkit.runtime.server.engine_process import process
 from quantkit.runtime.server.engine_process.client import EngineClient
@@ -94,7 +94,7 @@ def test_a_client_that_stops_reading_is_given_up(read: int, seconds: float, monk
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such option")
 def test_connections_of_clients_that_stop_reading_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though closing them would wait until all is sent."""
-    monkeypatch.setattr(serve, "UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
     with serve._bind("127.0.0.1", 0) as listener, socket.socket() as client:
         listener.listen()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
