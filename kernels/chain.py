@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from quantkit.kernels.card import card_of
+
 
 @triton.jit
 def wait_for_last(CHAINED: tl.constexpr):
@@ -28,12 +30,11 @@ def wait_for_last(CHAINED: tl.constexpr):
 
 def chained(device: torch.device) -> dict[str, bool]:
     """What a kernel with a CHAINED constant is launched with."""
-    if triton.knobs.runtime.interpret or not _can_chain(device):
+    if triton.knobs.runtime.interpret or not (_wanted() and card_of(device).chains_launches):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
 
 
 @cache
-def _can_chain(device: torch.device) -> bool:
-    wanted = os.environ.get("QUANTKIT_CHAINED_LAUNCHES", "1") != "0"
-    return wanted and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def _wanted() -> bool:
+    return os.environ.get("QUANTKIT_CHAINED_LAUNCHES", "1") != "0"

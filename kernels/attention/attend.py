@@ -23,7 +23,6 @@ sequence are not written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -45,6 +44,7 @@ from quantkit.kernels.attention.decode_plan import (
 )
 from quantkit.kernels.attention.prefill import PrefillConfig, launch_prefill, prefill_config
 from quantkit.kernels.attention.prefill_hopper import HopperPrefillConfig
+from quantkit.kernels.card import card_of
 from quantkit.kernels.checks import (
     HALVES,
     check_contiguous,
@@ -55,11 +55,6 @@ from quantkit.kernels.checks import (
 )
 
 ROWS_BESIDE_PREFILL = 16  # in a mixed batch, sequences of up to this many rows go through the decode kernel
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def make_scratch(
@@ -78,7 +73,7 @@ def make_scratch(
     per_multiprocessor = MOST_PROGRAMS_PER_SM if config is None else config.programs_per_sm
     return Scratch.allocate(
         device,
-        programs=multiprocessors(torch.device(device)) * per_multiprocessor,
+        programs=card_of(torch.device(device)).processors * per_multiprocessor,
         rows=rows,
         padded_dim=padded_dim,
         counters=sequences * kv_heads,
@@ -263,10 +258,10 @@ def attend(
     chosen = plan(tokens, sequences, max_queries, group)
     if chosen.decode_rows:
         bound = page_table.shape[1] * layout.page_size if max_context is None else max_context
-        pairs, processors = sequences * layout.kv_heads, multiprocessors(q.device)
+        pairs, card = sequences * layout.kv_heads, card_of(q.device)
         kind = (layout.padded_dim, layout.dtype.itemsize, chosen.decode_rows)
-        config = decode or decode_config(*kind, pairs, processors)
-        parts = splits or choose_splits(pairs, bound, processors * config.programs_per_sm, config.block_n)
+        config = decode or decode_config(*kind, pairs, card.processors, card)
+        parts = splits or choose_splits(pairs, bound, card.processors * config.programs_per_sm, config.block_n)
         needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
         space = _scratch_for(scratch, q.device, needed)
         launch_decode((*tensors, ancestors), scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)
@@ -275,12 +270,12 @@ def attend(
         fast = hopper.supports(q, caches, layout, window=window, soft_cap=soft_cap, scaled=k_scale is not None)
         if prefill is None and fast and max_queries * group >= hopper.FEWEST_ROWS:
             prefill = HopperPrefillConfig()
-        way = prefill or prefill_config(layout.padded_dim)
+        way = prefill or prefill_config(layout.padded_dim, card_of(q.device))
         if isinstance(way, PrefillConfig):
             launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)
         elif fast:
-            where = (_counters(scratch, q.device), float(scale), layout, chosen.decode_rows, multiprocessors(q.device))
-            hopper.launch_hopper_prefill(q, out, caches, batch, *where, way)
+            where = (_counters(scratch, q.device), float(scale), layout, chosen.decode_rows)
+            hopper.launch_hopper_prefill(q, out, caches, batch, *where, card_of(q.device).processors, way)
         else:
             raise InputError("attention: the Hopper kernel does not take this batch; leave `prefill` out")
     return out

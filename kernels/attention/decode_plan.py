@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from quantkit.kernels.card import NO_GPU, Card
 
 LARGEST_ROWS = 64
 MOST_NODES = 62  # new tokens of a sequence with ancestors
@@ -23,7 +25,23 @@ class DecodeConfig:
     programs_per_sm: int
 
 
-def decode_config(padded_dim: int, itemsize: int, rows: int, pairs: int, processors: int) -> DecodeConfig:
+def decode_config(
+    padded_dim: int, itemsize: int, rows: int, pairs: int, processors: int, card: Card = NO_GPU
+) -> DecodeConfig:
+    """The default that a card has room for: smaller tiles where shared memory is scarce."""
+    config = favoured_config(padded_dim, itemsize, rows, pairs, processors)
+    while config.block_n > 16 and _shared_bytes(config, padded_dim, itemsize, rows) > card.shared:
+        config = replace(config, block_n=config.block_n // 2)
+    return config
+
+
+def _shared_bytes(config: DecodeConfig, padded_dim: int, itemsize: int, rows: int) -> int:
+    """Keys and values that are on their way, queries, and room to turn tiles around."""
+    tile = config.block_n * padded_dim
+    return 2 * (config.num_stages - 1) * tile * itemsize + (2 * tile if itemsize == 1 else 0) + 4 * rows * padded_dim
+
+
+def favoured_config(padded_dim: int, itemsize: int, rows: int, pairs: int, processors: int) -> DecodeConfig:
     """The default for a head dimension, a cache element size, the most rows of a sequence, and how many programs a call
     has without splits: `pairs` of a sequence and a KV head.
 

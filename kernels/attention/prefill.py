@@ -33,6 +33,7 @@ from quantkit.kernels.attention.tiles import (
     row_offsets,
     settle,
 )
+from quantkit.kernels.card import NO_GPU, Card
 
 _SEQUENCES_AT_ONCE = 256  # that a program looks through to find its own
 
@@ -48,8 +49,8 @@ class PrefillConfig:
     max_registers: int | None = None  # of a thread; 128 lets two programs of 8 warps share a multiprocessor
 
 
-def prefill_config(padded_dim: int) -> PrefillConfig:
-    """The default for a head dimension.
+def prefill_config(padded_dim: int, card: Card = NO_GPU) -> PrefillConfig:
+    """The default for a head dimension. Where a warp holds its operands itself, tiles are smaller, or they would spill.
 
     Up to 128, two programs share a multiprocessor: one multiplies while the other weighs. On an H200, dim 128, pages of
     16, 8x1024 / 1x8192 / 16x2048 tokens, in us: 183 / 1160 / 1309, against 222 / 1270 / 1490 for one program with three
@@ -57,6 +58,8 @@ def prefill_config(padded_dim: int) -> PrefillConfig:
     lose on short prompts what they win on long ones; tiles of 32 keys (204 / 1279 / 1431 or more) and values one turn
     after their keys (211 / 1296 / 1520 or more) lose on all.
     """
+    if card is not NO_GPU and not card.multiplies_from_shared:
+        return PrefillConfig(block_m=64, block_n=32 if padded_dim == 256 else 64, num_warps=4, num_stages=2)
     if padded_dim == 256:  # the sums alone take 128 registers
         return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
     return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)

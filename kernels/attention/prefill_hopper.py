@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quantkit.kernels.attention.cache import CacheLayout
 from quantkit.kernels.attention.hopper_fetch import barrier, fetch_items
 from quantkit.kernels.attention.hopper_multiply import attend_items
+from quantkit.kernels.card import card_of
 
 COUNTERS = 2  # int32, zero between calls
 FEWEST_ROWS = 1024  # new tokens of the longest sequence times query heads per KV head; `prefill.py` is faster below
@@ -95,8 +95,7 @@ def supports(
     cache without scales, every key before a query seen as it is, and all of it where the copy engine can fetch it.
     """
     return (
-        q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        card_of(q.device).has_warpgroups
         and layout.head_dim in (64, 128)
         and layout.dtype == q.dtype
         and not scaled

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import card_of
 from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, shape_of
 
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens; the last one stands for everything above too
@@ -37,7 +38,7 @@ def choose(
         measured = _measured(weight, most, table_of(device_name(weight.device)) if table is None else table, dtype)
         if measured is not None:
             return measured
-    return weight.default(tokens, multiprocessors(weight.device), dtype)
+    return weight.default(tokens, card_of(weight.device).processors, dtype)
 
 
 def _measured(weight: LinearWeight, most: int, table: Table, dtype: torch.dtype) -> Choice | None:
@@ -93,8 +94,3 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

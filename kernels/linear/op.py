@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.formats import Format, QuantizedWeight
+from quantkit.formats import CtFloat8, Format, QuantizedWeight
+from quantkit.kernels.card import card_of
 from quantkit.kernels.linear import cpu
 from quantkit.kernels.linear.decoded import DecodedWeight, device_of
 from quantkit.kernels.linear.dense import weight as dense
@@ -29,6 +30,9 @@ def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.
     if device_of(quantized).type != "cuda":
         prepared = cpu.lay_out(fmt, quantized, dtype)
         return prepared or DecodedWeight(fmt, quantized, str(cpu.why_not(quantized)))
+    card = card_of(device_of(quantized))
+    if isinstance(fmt, CtFloat8) and not card.has_float8:
+        return DecodedWeight(fmt, quantized, f"{card.name} has no FP8, which begins with compute capability 8.9")
     if eight_bit.takes(fmt):
         return eight_bit.lay_out(fmt, quantized)
     why_not = weight_only.why_not(quantized)

@@ -15,6 +15,7 @@ from quantkit.kernels.linear.weight import TICKETS
 from quantkit.kernels.linear.weight_only.unpack import to_half
 
 _SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+MOST_TILES = 65535  # of outputs: as many programs as a grid may have in its second direction
 
 
 class Tile(Protocol):
@@ -44,6 +45,8 @@ def cut(kernel: str, tokens: int, outputs: int, rows: int, steps: int, tile: Til
     if rows % tile.outputs:
         raise InputError(f"{kernel}: tiles of {tile.outputs} outputs do not divide {rows} padded outputs")
     across, down = triton.cdiv(tokens, tile.tokens), triton.cdiv(outputs, tile.outputs)
+    if down > MOST_TILES:
+        raise InputError(f"{kernel}: {outputs} outputs in tiles of {tile.outputs} are more than {MOST_TILES} tiles")
     per_split = triton.cdiv(steps, tile.splits)
     splits = triton.cdiv(steps, per_split)  # none of them empty
     if splits > 1 and across * down > TICKETS:
@@ -63,6 +66,8 @@ def splits_that_fill(tiles: int, steps: int, programs: int) -> int:
 def splits_to_try(outputs: int, tile: int, most: int, tokens: int, steps: int) -> list[int]:
     """Splits worth a measurement, for tiles of so many outputs and tokens."""
     tiles = -(-outputs // tile) * -(-most // tokens)
+    if -(-outputs // tile) > MOST_TILES:
+        return []
     return [n for n in _SPLITS if n == 1 or (tiles * n <= 3200 and tiles <= TICKETS and 2 * n <= steps and most <= 256)]
 
 

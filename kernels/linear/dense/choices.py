@@ -11,7 +11,7 @@ from quantkit.kernels.linear.dense import cublas, half
 from quantkit.kernels.linear.dense.half import HalfConfig
 from quantkit.kernels.linear.dense.weight import BUCKETS, HalfWeight
 from quantkit.kernels.linear.dispatch import bucket_of
-from quantkit.kernels.linear.splits import splits_that_fill, splits_to_try
+from quantkit.kernels.linear.splits import MOST_TILES, splits_that_fill, splits_to_try
 from quantkit.kernels.linear.weight import Choice, by_name, unmeasured
 
 KERNELS = by_name(half.KERNEL, cublas.KERNEL)
@@ -22,6 +22,7 @@ _DEFAULTS = {
     8: (HalfConfig(64, 16, 128, 4, 4), 2),
     16: (HalfConfig(64, 16, 128, 4, 4), 2),
 }
+_MANY_OUTPUTS = HalfConfig(8, 1, 512, 2, 1)  # vocabularies of 262,144 tokens
 _LARGE = 1 << 22  # weights: 8 MB, which an H200 reads in 2 us; below, launching takes longer than reading
 
 # Most tokens -> (outputs, tokens, depth, warps, stages)
@@ -44,6 +45,8 @@ def default(weight: HalfWeight, tokens: int, processors: int) -> Choice:
     if most not in _DEFAULTS or weight.outputs * weight.inputs < _LARGE or weight.inputs % 8:
         return Choice("cublas", None, f"{why}; many tokens, or few weights")
     config, programs = _DEFAULTS[most]
+    if weight.outputs > MOST_TILES * config.outputs:
+        config = _MANY_OUTPUTS
     tiles, steps = triton.cdiv(weight.outputs, config.outputs), triton.cdiv(weight.inputs, config.depth)
     return Choice("half", replace(config, splits=splits_that_fill(tiles, steps, processors * programs)), why)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import card_of
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
@@ -23,11 +24,11 @@ def supports(weight: EightBitWeight, dtype: torch.dtype = torch.bfloat16) -> boo
     """Tokens in bfloat16; compute capability 8.9 and up for scales of rows, 9.0 for scales of blocks."""
     if weight.code_type != "fp8" or weight.device.type != "cuda" or dtype != torch.bfloat16:
         return False
-    capability = torch.cuda.get_device_capability(weight.device)
+    card = card_of(weight.device)
     if weight.scales.ndim == 1:
-        return weight.activations == "token" and capability >= (8, 9)
+        return weight.activations == "token" and card.has_float8
     aligned = weight.scales.shape[1] % 4 == 0  # cuBLAS wants rows of scales to begin at multiples of 16 bytes
-    here = capability == (9, 0) and _cuda_version() >= _FIRST_CUDA_WITH_BLOCKS
+    here = card.has_warpgroups and _cuda_version() >= _FIRST_CUDA_WITH_BLOCKS
     return weight.activations == "block" and aligned and here
 
 

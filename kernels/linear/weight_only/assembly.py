@@ -26,7 +26,6 @@ TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PTX = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _AND_OR = "0xEA"  # lop3: (a & b) | c
 MAGIC = {"bf16": 0x4300, "fp16": 0x6400}
-_X2 = {"bf16": "bf16x2", "fp16": "f16x2"}
 
 
 @cache
@@ -46,10 +45,18 @@ def assembly(kind: str, dtype: str, table: tuple[float, ...] = (), zeros: int = 
             one, other = f"${8 + operands + 2 * part}", f"${9 + operands + 2 * part}"
             body = body + (_zero_point(one, other, kind, dtype) if zeros else _middle(kind, dtype))
             share = 8 // max(1, zeros)
-            body += [f"sub.{_X2[dtype]} ${slab}, ${slab}, z;" for slab in range(part * share, (part + 1) * share)]
+            body += [less(f"${slab}", f"${slab}", "z", dtype) for slab in range(part * share, (part + 1) * share)]
         operands += 2 * zeros
-    text = "{\n.reg .b32 a, b, t, u, v, p, q, r, s, z;\n" + "\n".join(body) + "\n}\n"
+    registers = f".reg .b32 a, b, t, u, v, p, q, r, s, z, minus;\nmov.b32 minus, {_twice(0xBF80)};\n"
+    text = "{\n" + registers + "\n".join(body) + "\n}\n"
     return text, ",".join(["=&r"] * 8 + ["r"] * operands)
+
+
+def less(target: str, one: str, other: str, dtype: str) -> str:
+    """Two differences. Before sm_90 bfloat16 has no subtraction; other * -1 + one is rounded once, and so the same."""
+    if dtype == "fp16":
+        return f"sub.f16x2 {target}, {one}, {other};"
+    return f"fma.rn.bf16x2 {target}, {other}, minus, {one};"
 
 
 def _middle(kind: str, dtype: str) -> list[str]:
@@ -73,7 +80,7 @@ def _signed(target: str, source: str) -> list[str]:
     return [
         f"lop3.b32 t, {source}, {_twice(0x7F)}, {_twice(MAGIC['bf16'])}, {_AND_OR};",
         f"lop3.b32 u, {source}, {_twice(0x80)}, {_twice(MAGIC['bf16'])}, {_AND_OR};",
-        f"sub.bf16x2 {target}, t, u;",
+        less(target, "t", "u", "bf16"),
     ]
 
 

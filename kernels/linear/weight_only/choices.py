@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 import triton
 
+from quantkit.kernels.card import NO_GPU, card_of
 from quantkit.kernels.linear.dispatch import bucket_of
 from quantkit.kernels.linear.splits import splits_that_fill, splits_to_try
 from quantkit.kernels.linear.weight import Choice, by_name, unmeasured
@@ -36,6 +36,7 @@ _PAIRS = {
     64: (SkinnyConfig(128, 64, 8, 3, copies=32), 2),
 }
 _ROOM_FOR_PAIRS = 160 << 10  # bytes of shared memory
+_LARGEST_IN_REGISTERS = 64  # tokens of a tile: 64 x 128 spill where a warp holds its operands itself
 # Hopper's kernel, chunks of a multiprocessor from which it pays to share tiles, and wide tiles (docs/kernels.md).
 _FEWEST_CHUNKS = {64: 2, 128: 6}
 _WIDE_FROM = {64: 12, 128: 15}
@@ -89,9 +90,12 @@ def default(weight: PackedWeight, tokens: int, processors: int) -> Choice:
             return Choice("hopper", cut[0], f"{why}; {cut[1]}")
     if most not in _SKINNY:
         return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
+    card, large = card_of(weight.device), most
+    if card is not NO_GPU and not card.multiplies_from_shared:
+        large = min(large, _LARGEST_IN_REGISTERS)
     if weight.code_type == "int3":
-        most = max(most, _FEWEST_OF_3_BITS)
-    tile, programs = _PAIRS[most] if most in _PAIRS and has_room_for_pairs(weight) else _SKINNY[most]
+        large = max(large, _FEWEST_OF_3_BITS)
+    tile, programs = _PAIRS[large] if large in _PAIRS and has_room_for_pairs(weight) else _SKINNY[large]
     tiles = triton.cdiv(weight.outputs, tile.outputs) * triton.cdiv(most, tile.tokens)
     splits = splits_that_fill(tiles, weight.chunks, processors * programs)
     return Choice("skinny", replace(tile, splits=splits), why)
@@ -126,9 +130,7 @@ def _hopper_cut(weight: PackedWeight, most: int, processors: int) -> tuple[Hoppe
 
 
 def has_room_for_pairs(weight: PackedWeight) -> bool:
-    if weight.table is None or weight.device.type != "cuda":
-        return False
-    return torch.cuda.get_device_properties(weight.device).shared_memory_per_multiprocessor >= _ROOM_FOR_PAIRS
+    return weight.table is not None and card_of(weight.device).shared_of_processor >= _ROOM_FOR_PAIRS
 
 
 def candidates(weight: PackedWeight, most: int) -> Iterator[Choice]:

@@ -26,6 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import chained
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.weight import CHUNK, TICKETS, Kernel
@@ -60,7 +61,7 @@ class HopperConfig:
 
 def supports(weight: PackedWeight) -> bool:
     """Hopper only: wgmma is gone from the chips after it."""
-    return weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) == (9, 0)
+    return card_of(weight.device).has_warpgroups
 
 
 def matmul(
@@ -85,7 +86,7 @@ def matmul(
     dtype, groups = _GLUON[x.dtype], config.outputs // 64
     token_tiles = triton.cdiv(x.shape[0], config.tokens)
     tiles = token_tiles * triton.cdiv(weight.outputs, config.outputs)
-    share = shares(tiles, weight.chunks, config.splits, _multiprocessors(x.device))
+    share = shares(tiles, weight.chunks, config.splits, card_of(x.device).processors)
     if share.cut and share.programs * groups > TICKETS:
         raise InputError(f"{NAME}: {share.programs} programs share tiles, but at most {TICKETS // groups} can")
     parts = share.programs * config.outputs * config.tokens if share.cut else 0
@@ -151,11 +152,6 @@ def _stored(tokens: int) -> gl.DistributedLinearLayout:
     registers = [[1, 0], [0, 1]] + [[0, 1 << bit] for bit in range(3, tokens.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, tokens])
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _aligned(x: Tensor) -> Tensor:

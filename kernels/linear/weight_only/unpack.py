@@ -110,12 +110,18 @@ def operand(slabs, part: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def multiply(value, other, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Two 16-bit floats an instruction; the compiler on its own takes them one by one."""
+    """Two 16-bit floats an instruction; the compiler on its own takes them one by one. Before sm_90 bfloat16 has no
+    product alone; that plus -0 is the same."""
     if INTERPRET:
         return to_half(value.to(tl.float32) * other.to(tl.float32), DTYPE, True)
     elif DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "mul.bf16x2 $0, $1, $2;", "=r,r,r", [value, other], dtype=tl.bfloat16, is_pure=True, pack=2
+            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
+            "=r,r,r",
+            [value, other],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
         )
     else:
         return tl.inline_asm_elementwise(

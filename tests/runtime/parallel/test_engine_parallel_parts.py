@@ -184,7 +184,7 @@ class Strangers:
 @pytest.mark.parametrize(
     "hello",
     [
-        lambda connection: connection.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+        lambda connection: connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         lambda connection: greet(connection, 1, new_token()),
         lambda connection: Channel(connection).send(Kind.TALK, b"[" * 100_000),
         lambda connection: connection.shutdown(socket.SHUT_WR),

@@ -1,0 +1,102 @@
+"""What kernels must know of a GPU: which instructions it has, and how much room.
+
+`card_of` is the one place that asks. Who decides between kernels, or cuts a product into tiles, takes its answer; so
+every decision can be made for a card that is not here (`pretend`), as tests do that compile for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    capability: Capability  # of its instructions: (8, 0) is sm_80
+    processors: int
+    shared: int  # bytes that one program may have
+    shared_of_processor: int  # that all programs of a multiprocessor share
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Products of bfloat16, and arithmetic by fused multiply-add."""
+        return self.capability >= (8, 0)
+
+    @property
+    def has_float8(self) -> bool:
+        return self.capability >= (8, 9)
+
+    @property
+    def has_warpgroups(self) -> bool:
+        """wgmma, which is gone from the chips after Hopper."""
+        return self.capability == (9, 0)
+
+    @property
+    def multiplies_from_shared(self) -> bool:
+        """Products take operands from shared memory, so that registers are left for large tiles. Elsewhere, also on the
+        consumer's Blackwell, a warp holds everything in its own."""
+        return self.capability[0] in (9, 10)
+
+    @property
+    def chains_launches(self) -> bool:
+        return self.capability >= (9, 0)
+
+    @property
+    def target(self) -> str:
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+def _card(name: str, capability: Capability, processors: int, shared_kib: int, of_processor_kib: int) -> Card:
+    return Card(name, capability, processors, shared_kib << 10, of_processor_kib << 10)
+
+
+NO_GPU = _card("cpu", (0, 0), 4, 227, 0)  # Triton's interpreter takes any tile, and has no shared memory
+# One for each kind of instructions, the one with the fewest multiprocessors that is common (CUDA's programming guide).
+KNOWN = {
+    card.target: card
+    for card in (
+        _card("A100", (8, 0), 108, 163, 164),
+        _card("RTX 3090", (8, 6), 82, 99, 100),
+        _card("L4", (8, 9), 58, 99, 100),
+        _card("H100", (9, 0), 132, 227, 228),
+        _card("B200", (10, 0), 148, 227, 228),
+        _card("RTX 5090", (12, 0), 170, 99, 100),
+    )
+}
+_pretended: Card | None = None
+
+
+def card_of(device: torch.device) -> Card:
+    return _pretended or _read(device)
+
+
+@contextmanager
+def pretend(card: Card) -> Iterator[None]:
+    """Whatever is asked, the answer is this card: to compile for it, or to plan."""
+    global _pretended
+    before, _pretended = _pretended, card
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+@cache
+def _read(device: torch.device) -> Card:
+    if device.type != "cuda":
+        return NO_GPU
+    found = torch.cuda.get_device_properties(device)
+    return Card(
+        found.name,
+        (found.major, found.minor),
+        found.multi_processor_count,
+        found.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # not in torch's stubs
+        found.shared_memory_per_multiprocessor,
+    )
