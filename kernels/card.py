@@ -26,8 +26,13 @@ class Card:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Products of bfloat16, and arithmetic by fused multiply-add."""
+        """Matrix products of bfloat16, and arithmetic by fused multiply-add."""
         return self.capability >= (8, 0)
+
+    @property
+    def adds_bfloat16(self) -> bool:
+        """Sums and products of bfloat16 alone, too."""
+        return self.capability >= (9, 0)
 
     @property
     def has_float8(self) -> bool:

@@ -18,19 +18,18 @@ import torch
 from compile_matrix.recorder import compiling_for
 from quantkit.formats import CtPacked
 from quantkit.kernels.card import KNOWN
-from quantkit.kernels.linear.dense import half, weight as dense
 from quantkit.kernels.linear.weight_only import assembly, skinny
 from quantkit.kernels.linear.weight_only.weight import lay_out
 
 weight, x = lay_out(CtPacked().quantize(torch.randn(256, 512))), torch.zeros(256, 512, dtype=torch.bfloat16)
 small, large = skinny.SkinnyConfig(32, 8, 2, 3), skinny.SkinnyConfig(128, 256, 8, 4)
-with compiling_for(KNOWN["sm_80"]) as launches:
-    skinny.matmul(x[:8], weight, small)
-    assembly.less = lambda target, one, other, dtype: f"sub.bf16x2 {target}, {one}, {other};"
-    assembly.assembly.cache_clear()
-    skinny.matmul(x[:8], weight, small)
 with compiling_for(KNOWN["sm_89"]) as tight:
     skinny.matmul(x.half(), weight, large)
+with compiling_for(KNOWN["sm_80"]) as launches:
+    skinny.matmul(x[:8], weight, small)
+    assembly._fused = lambda line: line
+    assembly.assembly.cache_clear()
+    skinny.matmul(x[:8], weight, small)
 for card, found in (("sm_80", launches), ("sm_89", tight)):
     for launch in found:
         print(list(launch.troubles(KNOWN[card], 64)))

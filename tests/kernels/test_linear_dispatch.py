@@ -129,8 +129,10 @@ def test_the_shipped_table_has_what_kinds_borrow_from() -> None:
 def paper_weight(kind: str, shape: str) -> Any:
     """What a default looks at."""
     outputs, inputs = map(int, shape.split("x"))
-    chunks, code = inputs // CHUNK, kind.split("-")[0]
-    return SimpleNamespace(outputs=outputs, inputs=inputs, chunks=chunks, code_type=code, kind=kind, table=None)
+    chunks, code, cpu = inputs // CHUNK, kind.split("-")[0], torch.device("cpu")
+    return SimpleNamespace(
+        outputs=outputs, inputs=inputs, chunks=chunks, code_type=code, kind=kind, table=None, device=cpu
+    )
 
 
 @pytest.mark.parametrize("most", [128, 256])

@@ -16,6 +16,7 @@ integer. With 32 copies of the table each lane of a warp has its own memory bank
 
 from __future__ import annotations
 
+import re
 import struct
 from functools import cache
 
@@ -26,11 +27,16 @@ TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PTX = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _AND_OR = "0xEA"  # lop3: (a & b) | c
 MAGIC = {"bf16": 0x4300, "fp16": 0x6400}
+_X2 = {"bf16": "bf16x2", "fp16": "f16x2"}
+_FUSED = (".reg .b32 minus;", "mov.b32 minus, 0xBF80BF80;")  # -1, twice
 
 
 @cache
-def assembly(kind: str, dtype: str, table: tuple[float, ...] = (), zeros: int = 0, copies: int = 0) -> tuple[str, str]:
-    """(text, constraints) for codes of a kind and values in `bf16` or `fp16`.
+def assembly(
+    kind: str, dtype: str, table: tuple[float, ...] = (), zeros: int = 0, copies: int = 0, fused: bool = False
+) -> tuple[str, str]:
+    """(text, constraints) for codes of a kind and values in `bf16` or `fp16`. `fused` is for cards that have no
+    difference of bfloat16 alone.
 
     `copies` of a table of pairs stand in shared memory, where `pair_table` has put them; 0: byte permutes.
 
@@ -45,18 +51,21 @@ def assembly(kind: str, dtype: str, table: tuple[float, ...] = (), zeros: int = 
             one, other = f"${8 + operands + 2 * part}", f"${9 + operands + 2 * part}"
             body = body + (_zero_point(one, other, kind, dtype) if zeros else _middle(kind, dtype))
             share = 8 // max(1, zeros)
-            body += [less(f"${slab}", f"${slab}", "z", dtype) for slab in range(part * share, (part + 1) * share)]
+            body += [_less(f"${slab}", f"${slab}", "z", dtype) for slab in range(part * share, (part + 1) * share)]
         operands += 2 * zeros
-    registers = f".reg .b32 a, b, t, u, v, p, q, r, s, z, minus;\nmov.b32 minus, {_twice(0xBF80)};\n"
-    text = "{\n" + registers + "\n".join(body) + "\n}\n"
+    lines = [*_FUSED, *map(_fused, body)] if fused else body
+    text = "{\n.reg .b32 a, b, t, u, v, p, q, r, s, z;\n" + "\n".join(lines) + "\n}\n"
     return text, ",".join(["=&r"] * 8 + ["r"] * operands)
 
 
-def less(target: str, one: str, other: str, dtype: str) -> str:
-    """Two differences. Before sm_90 bfloat16 has no subtraction; other * -1 + one is rounded once, and so the same."""
-    if dtype == "fp16":
-        return f"sub.f16x2 {target}, {one}, {other};"
-    return f"fma.rn.bf16x2 {target}, {other}, minus, {one};"
+def _less(target: str, one: str, other: str, dtype: str) -> str:
+    return f"sub.{_X2[dtype]} {target}, {one}, {other};"
+
+
+def _fused(line: str) -> str:
+    """A difference of bfloat16 as other * -1 + one, which is rounded once, and so the same. H200: 1 to 4 % slower."""
+    found = re.fullmatch(r"sub\.bf16x2 (\S+), (\S+), (\S+);", line)
+    return line if found is None else f"fma.rn.bf16x2 {found[1]}, {found[3]}, minus, {found[2]};"
 
 
 def _middle(kind: str, dtype: str) -> list[str]:
@@ -80,7 +89,7 @@ def _signed(target: str, source: str) -> list[str]:
     return [
         f"lop3.b32 t, {source}, {_twice(0x7F)}, {_twice(MAGIC['bf16'])}, {_AND_OR};",
         f"lop3.b32 u, {source}, {_twice(0x80)}, {_twice(MAGIC['bf16'])}, {_AND_OR};",
-        less(target, "t", "u", "bf16"),
+        _less(target, "t", "u", "bf16"),
     ]
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.kernels.card import card_of
 from quantkit.kernels.checks import HALVES, check_dtype
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.weight import Kernel
@@ -88,7 +89,9 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The weight [outputs, inputs] in 16 bit, columns in the kernel's order."""
     result = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.device)
     check_dtype(NAME, "result", result, HALVES)
-    text, constraints = assembly(weight.code_type, PTX[result.dtype], weight.table_values, weight.zero_points)
+    fused = not card_of(weight.device).adds_bfloat16
+    kind = (weight.code_type, PTX[result.dtype], weight.table_values, weight.zero_points)
+    text, constraints = assembly(*kind, fused=fused)
     _dequantize[(weight.chunks, weight.rows // _ROWS)](
         *weight.arguments(),
         result,

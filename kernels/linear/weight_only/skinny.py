@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
@@ -193,7 +194,8 @@ def matmul(
         raise InputError(f"{NAME}: {tokens} tokens of {x.stride(0)} are too many for 32-bit places; decode the weight")
     shared = cut(NAME, tokens, weight.outputs, weight.rows, weight.chunks, config, x.device)
     copies = 0 if weight.table is None or triton.knobs.runtime.interpret else config.copies
-    text, constraints = assembly(weight.code_type, PTX[x.dtype], weight.table_values, weight.zero_points, copies)
+    fused = not card_of(x.device).adds_bfloat16
+    text, constraints = assembly(weight.code_type, PTX[x.dtype], weight.table_values, weight.zero_points, copies, fused)
     pairs = pair_table(PTX[x.dtype], weight.table_values, copies, 32 * config.warps) if copies else ""
     _skinny[shared.grid](
         x,
