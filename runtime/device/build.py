@@ -94,11 +94,11 @@ def check_kernels(config: ModelConfig, dtype: torch.dtype, options: EngineOption
     from quantkit.kernels.attention.cache import CacheLayout
     from quantkit.kernels.card import card_of
 
-    check_card(card_of(options.torch_device), dtype, options)
+    check_card(card_of(options.torch_device), options)
     CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
 
 
-def check_card(card: Card, dtype: torch.dtype, options: EngineOptions) -> None:
+def check_card(card: Card, options: EngineOptions) -> None:
     """Refuses what a GPU cannot do, in a line that says what to do instead."""
     has = f"{card.name} has compute capability {card.capability[0]}.{card.capability[1]}"
     if not card.has_bfloat16:
