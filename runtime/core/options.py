@@ -92,6 +92,11 @@ class EngineOptions:
         return max(self.step_tokens or (512 if self.torch_device.type == "cpu" else 8192), 1)
 
     @property
+    def host_bytes(self) -> int:
+        """Of one rank, for preempted sequences."""
+        return int(self.swap_gib * 2**30) // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
     def overlaps(self) -> bool:
         return self.torch_device.type == "cuda" if self.overlap is None else self.overlap
 

@@ -53,8 +53,7 @@ def make_part(
         graphs = StepGraphs(decoder, cache, device_rows, peers)
         if ranks == Ranks():  # others would have to make the same graphs at the same time
             prompts = PromptGraphs(decoder, cache, device_rows, graphs.pool)
-    host_bytes = int(options.swap_gib * 2**30) // ranks.world
-    return ModelPart(decoder, cache, device_rows, graphs, prompts, timed=staged, host_bytes=host_bytes)
+    return ModelPart(decoder, cache, device_rows, graphs, prompts, timed=staged, host_bytes=options.host_bytes)
 
 
 def make_decoder(

@@ -17,6 +17,18 @@ _AT_ONCE = 32 << 20
 DEVICE_BYTES = 2 * _AT_ONCE  # that travelling pages take on the device
 
 
+def room_for(page_bytes: int, limit: int) -> int:
+    """How many pages fit in so many bytes."""
+    slab = _slab_bytes(page_bytes, limit)
+    return limit // slab * (slab // page_bytes) if slab else 0
+
+
+def _slab_bytes(page_bytes: int, limit: int) -> int:
+    """The largest power of two that is neither more than the limit nor than a slab should be."""
+    most = min(limit, max(_SLAB, 2 * page_bytes))
+    return 1 << (most.bit_length() - 1) if most > 0 else 0
+
+
 class HostPages:
     def __init__(self, cache: Tensor, limit: int) -> None:
         """For pages of a cache [layers, 2, pages, ...], as far as they fit in so many bytes."""
@@ -24,9 +36,9 @@ class HostPages:
         layers, both, _, *rest = cache.shape
         self._shape = (layers, both, *rest)
         self._page_bytes = torch.Size(self._shape).numel() * cache.element_size()
-        self._slab_bytes = _power_of_two(min(limit, max(_SLAB, 2 * self._page_bytes)))
+        self._slab_bytes = _slab_bytes(self._page_bytes, limit)
         self._in_slab = self._slab_bytes // self._page_bytes
-        self.room = limit // max(self._slab_bytes, 1) * self._in_slab  # pages
+        self._room = room_for(self._page_bytes, limit)
         self._slabs: list[Tensor] = []  # [pages, layers, 2, ...]
         self._free: list[int] = []
         self._held: dict[int, list[int]] = {}  # owner -> its pages here
@@ -68,7 +80,7 @@ class HostPages:
 
     def _add_slab(self) -> None:
         first = len(self._slabs) * self._in_slab
-        assert first < self.room, "more pages than were asked for"
+        assert first < self._room, "more pages than were asked for"
         raw = torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._cache.device.type == "cuda")
         pages = raw[: self._in_slab * self._page_bytes].view(self._cache.dtype)
         self._slabs.append(pages.view(self._in_slab, *self._shape))
@@ -90,8 +102,3 @@ class HostPages:
 
     def _on_device(self, pages: list[int]) -> Tensor:
         return torch.tensor(pages, device=self._cache.device)
-
-
-def _power_of_two(limit: int) -> int:
-    """The largest that is not larger."""
-    return 1 << (limit.bit_length() - 1) if limit > 0 else 0

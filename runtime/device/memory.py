@@ -11,7 +11,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.device.decode_graphs import padded_guesses
-from quantkit.runtime.device.host_pages import DEVICE_BYTES
+from quantkit.runtime.device.host_pages import DEVICE_BYTES, room_for
 from quantkit.runtime.device.prompt_graphs import TOKENS
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.sampling.rejection import VERIFIED_BYTES
@@ -21,6 +21,9 @@ from quantkit.wording import human_bytes
 _CPU_CACHE = 2 << 30  # bytes; a laptop has other things to do
 _LIBRARIES = 512 << 20  # what CUDA, cuBLAS and compiled kernels take beside torch's own memory
 _PROMPT_ROWS = 512  # rows of logits at once, for log-probabilities of prompts
+
+
+AGREED = ("pages", "max_context", "host_pages")  # of a plan: ranks take the least that one of them has
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class MemoryPlan:
     pages: int  # the padding page included
     max_context: int
     draft_page_bytes: int = 0  # of a draft model's cache, which has as many pages
+    host_pages: int = 0  # for those who give way, in host memory
 
     @property
     def cache(self) -> int:
@@ -86,6 +90,7 @@ def plan_memory(
         pages=0,
         max_context=context,
         draft_page_bytes=0 if draft is None else _page_bytes(draft, dtype, options),
+        host_pages=room_for(page_bytes, options.host_bytes),
     )
     left = available - plan.weights - plan.activations - plan.graphs
     return _with_pages(plan, left, device, options)

@@ -79,11 +79,6 @@ class Runner:
     def device(self) -> torch.device:
         return self.part.device
 
-    @property
-    def host_room(self) -> int:
-        """Pages that those who give way may have in host memory."""
-        return self.part.host_pages.room
-
     def warm_up(self, sizes: tuple[int, ...]) -> None:
         """Captures graphs before the first request asks for them."""
         if self.graphs is not None:

@@ -74,7 +74,7 @@ class Engine:
         self.options = options
         self.memory = plan
         pool = PagePool(plan.pages, plan.page_size, options.share_prefixes)
-        limits = Limits(options.budget, options.sequences, swap_pages=runner.host_room, micro_batches=options.in_stages)
+        limits = Limits(options.budget, options.sequences, swap_pages=plan.host_pages, micro_batches=options.in_stages)
         self.scheduler = Scheduler(pool, limits)
         self.runner = runner
         self.peers = peers

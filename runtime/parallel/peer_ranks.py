@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
-from quantkit.runtime.device.memory import MemoryPlan, plan_memory
+from quantkit.runtime.device.memory import AGREED, MemoryPlan, plan_memory
 from quantkit.runtime.device.peers import ReturningRows
 from quantkit.runtime.device.step_inputs import PageMoves, Step
 from quantkit.runtime.drafters.draft_model import DraftModel
@@ -76,15 +76,14 @@ class PeerRanks:
         coordinator.gather()
         found = coordinator.hear("loaded")
         self.weights = [loaded, *(found[rank]["weights"] for rank in sorted(found))]
-        pages = min([plan.pages, *(one["pages"] for one in found.values())])
-        context = min([plan.max_context, *(one["max_context"] for one in found.values())])
+        agreed = {name: min([getattr(plan, name), *(one[name] for one in found.values())]) for name in AGREED}
         host = coordinator.address.host
         store = make_store(host, 0, first=True)
-        coordinator.say({"agreed": {"pages": pages, "max_context": context, "store": store.port}})
+        coordinator.say({"agreed": agreed | {"store": store.port}})
         self._pipeline = coordinator.run_beside(lambda: Pipeline(self.ranks, store, host, device, hidden, dtype))
         coordinator.when_broken(self.pipeline.abort)
         coordinator.hear("ready")
-        return replace(plan, pages=pages, max_context=context)
+        return replace(plan, **agreed)
 
     def coordinated(self, own: Decoder) -> AnyDecoder:
         return CoordinatedDecoder(own, self._coordinator, self.pipeline)

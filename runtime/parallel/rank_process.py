@@ -23,7 +23,7 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_part
 from quantkit.runtime.device.decode_graphs import Key
 from quantkit.runtime.device.keep_path import keep_path
-from quantkit.runtime.device.memory import plan_memory, refine_plan
+from quantkit.runtime.device.memory import AGREED, plan_memory, refine_plan
 from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.step_inputs import Step
 from quantkit.runtime.model.config import read_model_config
@@ -86,10 +86,10 @@ def _load(
     plan = plan_memory(local, size, dtype, options, available_to_rank(options, ranks))
     weights = load_weights(checkpoint, config, dtype, device, ranks=ranks, head_bits=options.head_bits)
     plan = refine_plan(plan, local, dtype, options)
-    loaded = {"pages": plan.pages, "max_context": plan.max_context, "weights": resident_bytes(weights)}
+    loaded = {name: getattr(plan, name) for name in AGREED} | {"weights": resident_bytes(weights)}
     channel.say({"loaded": loaded})
     agreed: Talk = unpack_talk(inbox.get()[1])["agreed"]
-    plan = replace(plan, pages=agreed["pages"], max_context=agreed["max_context"])
+    plan = replace(plan, **{name: agreed[name] for name in AGREED})
     store = make_store(address.host, agreed["store"], first=False)
     pipeline = Pipeline(ranks, store, channel.own_host, device, config.hidden, dtype)
     part = make_part(checkpoint.config, local, weights, plan, dtype, options, group=pipeline.group, ranks=ranks)

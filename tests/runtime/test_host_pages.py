@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.device import host_pages
-from quantkit.runtime.device.host_pages import DEVICE_BYTES, HostPages
+from quantkit.runtime.device.host_pages import DEVICE_BYTES, HostPages, room_for
 
 SHAPE = (3, 2, 20, 1, 16, 8)  # layers, keys and values, pages, heads, tokens, numbers
 PAGE_BYTES = 3 * 2 * 16 * 8 * 4
@@ -57,14 +57,14 @@ def test_memory_is_used_again(cache: Tensor) -> None:
 @pytest.mark.parametrize("limit", [0, 1, PAGE_BYTES, 2 * PAGE_BYTES, 10_000, 40_000, 1_000_000])
 def test_never_more_than_was_asked_for(limit: int) -> None:
     cache = torch.zeros(SHAPE)
-    host = HostPages(cache, limit)
-    assert host.room * PAGE_BYTES <= limit
-    for owner in range(host.room):
+    host, room = HostPages(cache, limit), room_for(PAGE_BYTES, limit)
+    assert room * PAGE_BYTES <= limit
+    for owner in range(room):
         host.take(owner, [owner % 20])
     assert host.num_bytes <= limit
-    assert host.room >= (limit - (16 << 10)) // PAGE_BYTES * 0.9 - 1, "most of it can be used"
+    assert room >= (limit - (16 << 10)) // PAGE_BYTES * 0.9 - 1, "most of it can be used"
     with pytest.raises(AssertionError, match="more pages than were asked for"):
-        host.take(host.room, [0])
+        host.take(room, [0])
 
 
 @pytest.mark.gpu

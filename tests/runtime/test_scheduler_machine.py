@@ -77,8 +77,7 @@ class Guesser:
 class PaperRunner:
     """Does what `Runner` documents, with lists. A step is done when it is launched; the host asks for it later."""
 
-    def __init__(self, pages: int, page_size: int, rows: int, width: int, host_room: int) -> None:
-        self.host_room = host_room
+    def __init__(self, pages: int, page_size: int, rows: int, width: int) -> None:
         self.size = page_size
         self.pages = [[0] * page_size for _ in range(pages)]
         self.table = [[PADDING_PAGE] * width for _ in range(rows)]
@@ -277,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         guesses: int,
     ) -> None:
         context = usable * page_size
-        plan = MemoryPlan(0, 0, 0, 0, 0, page_size, usable + 1, context)
+        plan = MemoryPlan(0, 0, 0, 0, 0, page_size, usable + 1, context, host_pages=swap)
         options = EngineOptions(
             device="cpu",
             max_sequences=rows,
@@ -285,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             overlap=overlap,
             share_prefixes=share_prefixes,
         )
-        self.runner = PaperRunner(usable + 1, page_size, rows, usable, swap)
+        self.runner = PaperRunner(usable + 1, page_size, rows, usable)
         config: Any = SimpleNamespace(vocab=VOCAB, eos=(END,))
         runner: Any = self.runner
         self.engine = Engine(config, runner, plan, options)
