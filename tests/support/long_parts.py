@@ -24,6 +24,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/eval/test_tasks_input.py": 38,
     "tests/kernels/test_attention_decode.py": 60,
     "tests/kernels/test_attention_prefill.py": 60,
+    "tests/kernels/test_compile_matrix.py": 70,
     "tests/kernels/test_linear_eight_bit.py": 14,
     "tests/long/test_damaged_checkpoints.py": 100,
     "tests/long/test_demo.py": 100,

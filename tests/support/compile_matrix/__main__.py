@@ -16,7 +16,8 @@ from compile_matrix.cases import HALVES, Case, all_cases
 from compile_matrix.recorder import Launch, compiling_for
 from quantkit.kernels.card import KNOWN, Card, pretend
 
-MOST_STACK = 64  # bytes a thread may spill
+MOST_STACK = {"_prefill": 256}  # bytes a thread may spill; prompts over 8-bit caches keep to 128 registers all the same
+_STACK = 64  # for all others
 
 
 def pairs(cards: list[Card]) -> Iterator[tuple[Card, torch.dtype, Case]]:
@@ -28,10 +29,10 @@ def pairs(cards: list[Card]) -> Iterator[tuple[Card, torch.dtype, Case]]:
             yield from ((card, dtype, case) for case in cases if not case.tried or dtype == torch.bfloat16)
 
 
-def troubles(card: Card, case: Case, launch: Launch, most_stack: int) -> list[str]:
+def troubles(card: Card, case: Case, launch: Launch) -> list[str]:
     if case.tried:  # what does not fit is passed by
         return [launch.error] if launch.error else []
-    return list(launch.troubles(card, most_stack))
+    return list(launch.troubles(card, MOST_STACK.get(launch.kernel, _STACK)))
 
 
 def main() -> None:
@@ -39,7 +40,6 @@ def main() -> None:
     parser.add_argument("--cards", default=",".join(KNOWN), metavar="SM_80,...")
     parser.add_argument("--part", default="1/1", metavar="K/N")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--stack", type=int, default=MOST_STACK, help="bytes that a thread may spill")
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
     began, launched, found = time.perf_counter(), Counter[str](), []
@@ -50,7 +50,7 @@ def main() -> None:
         for launch in launches:
             launched[launch.kernel] += 1
             what = f"{card.target} {str(dtype)[6:]} {case.name}: {launch.kernel}"
-            found += [f"{what} {trouble}" for trouble in troubles(card, case, launch, given.stack)]
+            found += [f"{what} {trouble}" for trouble in troubles(card, case, launch)]
     seconds = round(time.perf_counter() - began, 1)
     print(json.dumps({"pairs": len(chosen), "launches": launched, "seconds": seconds, "troubles": found}, indent=1))
 
