@@ -25,7 +25,10 @@ def test_an_engine_process_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None
         own, other = socket.socketpair()
         with own, other:
             process = await start_module("http.server", other)  # whose first argument is a port
-            found = Path(f"/proc/{process.pid}/environ").read_bytes()
+            found = b""
+            while not found:  # until Python has begun
+                await asyncio.sleep(0.01)
+                found = Path(f"/proc/{process.pid}/environ").read_bytes()
             process.kill()
             await process.wait()
             return found
