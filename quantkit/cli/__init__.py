@@ -6,13 +6,11 @@ To add a command: a file here with a click command named `command`, and its name
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
 
 from quantkit.errors import QuantkitError
-from quantkit.threads import patient
 
 COMMANDS = (
     "quantize",
@@ -79,7 +77,6 @@ def cli() -> None:
 def main(args: list[str] | None = None) -> None:
     """Entry point: errors made on purpose become one line on stderr and their exit code."""
     given = sys.argv[1:] if args is None else args
-    os.environ.update(patient(os.environ))
     try:
         cli.main(args=given or ["--help"], prog_name="quantkit", standalone_mode=False)
     except QuantkitError as error:
