@@ -19,11 +19,12 @@ test: $(VENV)/ready
 	wait $$lint; lint=$$?; echo "make lint (exit code $$lint):"; cat $$log; rm $$log; \
 	test $$tests -eq 0 -a $$lint -eq 0
 
-# Ray's tests run alone: Ray gives up where it must wait for a processor. A part may have none (exit code 5).
+# Ray's tests run alone: Ray gives up where it must wait for a processor. A part may have none.
 LONG := $$(grep -rl "mark\.long" tests --include="test_*.py")
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 --part=$(PART) -m "long and not gpu and not ray" $(LONG)
-	$(BIN)/python -m pytest --durations=10 --part=$(PART) -m "long and ray" tests/long || test $$? -eq 5
+	files=$$($(BIN)/python tests/support/long_parts.py $(PART)); \
+	test -z "$$files" || $(BIN)/python -m pytest --durations=10 --part=$(PART) -m "long and ray" $$files
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -5,8 +5,10 @@ part that has least so far. A file that is not in the table counts as UNKNOWN se
 process; Ray's tests have the machine to themselves, all others run two at a time, so one of Ray's seconds weighs two.
 
 Every run with `--part` ends with the seconds of its files, in the form of the table, to be copied here.
+`python tests/support/long_parts.py 2` prints the files of a part that need Ray, so that no run begins for none.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -18,50 +20,50 @@ UNKNOWN = 60
 SECONDS = {  # of one process on a small ARM server; some were taken while it was busy
     "tests/eval/report/test_report_files.py": 10,
     "tests/eval/test_compare.py": 130,
-    "tests/eval/test_quality_backends.py": 45,
-    "tests/eval/test_quality_measure.py": 20,
-    "tests/eval/test_tasks.py": 60,
-    "tests/eval/test_tasks_input.py": 38,
+    "tests/eval/test_quality_backends.py": 37,
+    "tests/eval/test_quality_measure.py": 36,
+    "tests/eval/test_tasks.py": 56,
+    "tests/eval/test_tasks_input.py": 25,
     "tests/kernels/test_attention_decode.py": 60,
     "tests/kernels/test_attention_prefill.py": 60,
-    "tests/kernels/test_compile_matrix.py": 70,
+    "tests/kernels/test_compile_matrix.py": 13,
     "tests/kernels/test_linear_eight_bit.py": 14,
     "tests/long/test_damaged_checkpoints.py": 100,
-    "tests/long/test_demo.py": 100,
+    "tests/long/test_demo.py": 442,
     "tests/long/test_deploy.py": 300,
     "tests/long/test_deploy_ranks.py": 90,
     "tests/long/test_deploy_refused.py": 30,
-    "tests/long/test_killed_runs.py": 450,
+    "tests/long/test_killed_runs.py": 438,
     "tests/long/test_memory.py": 400,
-    "tests/long/test_scheduler_machine_long.py": 168,
+    "tests/long/test_scheduler_machine_long.py": 190,
     "tests/long/test_server_fuzz.py": 260,
     "tests/long/test_server_load.py": 115,
     "tests/long/test_soak.py": 490,
     "tests/long/test_tasks_items.py": 1,
-    "tests/medusa/test_medusa_command.py": 15,
+    "tests/medusa/test_medusa_command.py": 14,
     "tests/medusa/test_medusa_training.py": 10,
-    "tests/quantkit/test_auto_bits_quality.py": 116,
-    "tests/quantkit/test_calibrated_quality.py": 270,
-    "tests/quantkit/test_pipeline.py": 10,
-    "tests/quantkit/test_sensitivity.py": 31,
+    "tests/quantkit/test_auto_bits_quality.py": 85,
+    "tests/quantkit/test_calibrated_quality.py": 200,
+    "tests/quantkit/test_pipeline.py": 6,
+    "tests/quantkit/test_sensitivity.py": 23,
     "tests/runtime/parallel/test_cut_kernels.py": 5,
     "tests/runtime/parallel/test_engine_parallel.py": 300,
     "tests/runtime/parallel/test_engine_parallel_failures.py": 36,
     "tests/runtime/parallel/test_parallel_decoder.py": 10,
     "tests/runtime/parallel/test_parallel_processes.py": 115,
     "tests/runtime/server/test_engine_client.py": 9,
-    "tests/runtime/server/test_engine_death.py": 7,
-    "tests/runtime/server/test_json_schemas.py": 60,
+    "tests/runtime/server/test_engine_death.py": 5,
+    "tests/runtime/server/test_json_schemas.py": 11,
     "tests/runtime/server/test_memory_split.py": 6,
-    "tests/runtime/server/test_model_list.py": 4,
+    "tests/runtime/server/test_model_list.py": 3,
     "tests/runtime/server/test_serve_process.py": 16,
-    "tests/runtime/server/test_shadow.py": 12,
+    "tests/runtime/server/test_shadow.py": 8,
     "tests/runtime/server/test_tool_parsers.py": 15,
     "tests/runtime/test_engine_equality.py": 41,
-    "tests/runtime/test_engine_sharing.py": 15,
-    "tests/runtime/test_self_draft.py": 9,
+    "tests/runtime/test_engine_sharing.py": 18,
+    "tests/runtime/test_self_draft.py": 10,
     "tests/runtime/test_speculative.py": 36,
-    "tests/runtime/test_speculative_sampling.py": 200,
+    "tests/runtime/test_speculative_sampling.py": 252,
 }
 RAY = frozenset(file for file in SECONDS if file.startswith("tests/long/test_deploy"))
 
@@ -110,3 +112,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("seconds by file")
     for file, spent in sorted(seconds.items()):
         terminalreporter.write_line(f'    "{file}": {spent:.0f},')
+
+
+def main(part: str) -> None:
+    parts = deal() if part == "all" else [deal()[int(part) - 1]]
+    print(*(file for files in parts for file in files if file in RAY))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
