@@ -46,7 +46,7 @@ def make_part(
     """
     cache = allocate_cache(config, plan, dtype, options)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
-    device_rows = DeviceRows(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
+    device_rows = DeviceRows(options.sequences, plan.max_context, plan.page_size, options.torch_device, group)
     staged = ranks.pipeline > 1
     graphs = prompts = None
     if options.torch_device.type == "cuda" and options.graphs and not staged:
