@@ -44,7 +44,7 @@ def test_generating(vocab: int, layers: int, tmp_path: Path) -> None:
             assert float(expected[place].max() - expected[place, token]) < 0.1, (len(prompt), place)
         theirs = expected[: len(prompt) - 1].gather(1, ids[0, 1 : len(prompt), None])[:, 0]
         ours = torch.tensor(found.prompt_logprobs[1:] if found.prompt_logprobs else [], device="cuda")
-        assert float((ours - theirs).abs().mean() if len(ours) else 0.0) < 0.1
+        assert float((ours - theirs).abs().mean() if len(ours) else 0.0) < 0.3
     del llm, model
     biased = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias={vocab - 1: 100.0})
     quantize(tmp_path / "gemma", "rtn-w4g128", tmp_path / "w4", device="cuda", quality_windows=0)
