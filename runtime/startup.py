@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from quantkit.arch import Config
 from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.devices import on_device
+from quantkit.formats import Format
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
@@ -45,6 +47,7 @@ from quantkit.runtime.sampling.sampler import Sampler
 from quantkit.sources import model_folder
 
 FIRST_GRAPHS = (1,)
+_log = logging.getLogger("quantkit.runtime")
 
 
 @dataclass
@@ -89,7 +92,7 @@ def start_engine(
     try:
         return build_engine(
             checkpoint.config, config, load, size, dtype, options, stages=stages, draft=draft, heads=heads,
-            peers=peers,
+            peers=peers, formats=checkpoint.formats.values(),
         )  # fmt: skip
     except BaseException:
         if peers is not None:
@@ -109,10 +112,11 @@ def build_engine(
     draft: DraftModel | None = None,
     heads: MedusaHeads | None = None,
     peers: PeerRanks | None = None,
+    formats: Iterable[Format] = (),
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
-    With `peers`, sizes and weights are those of rank 0.
+    With `peers`, sizes and weights are those of rank 0. `formats`: one for each quantized layer.
     """
     if peers is None:
         refuse_ranks(options, "random weights")
@@ -121,7 +125,9 @@ def build_engine(
     with on_device(device):
         import_ahead(device)
         own = local_config(config, ranks)
-        check_kernels(own, dtype, options)
+        card_plan = check_kernels(own, dtype, options, formats)
+        for line in () if card_plan is None else card_plan.warnings:
+            _log.warning(line)
         beside = None if draft is None else draft.config
         if draft is not None:
             check_kernels(draft.config, dtype, options)

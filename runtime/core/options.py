@@ -76,7 +76,7 @@ class EngineOptions:
             return DTYPES[self.dtype]
         if self.torch_device.type == "cpu":
             return torch.float32
-        return DTYPES.get(checkpoint, torch.bfloat16) if checkpoint != "float32" else torch.bfloat16
+        return dtype_on_gpu(checkpoint)
 
     @property
     def sequences(self) -> int:
@@ -104,3 +104,8 @@ class EngineOptions:
     def in_stages(self) -> int:
         """Steps on their way through the stages at once."""
         return self.micro_batches or self.pipeline_parallel
+
+
+def dtype_on_gpu(checkpoint: str) -> torch.dtype:
+    """Of activations, for a checkpoint of this dtype: 16 bits."""
+    return torch.float16 if checkpoint == "float16" else torch.bfloat16
