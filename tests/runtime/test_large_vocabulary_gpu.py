@@ -1,5 +1,6 @@
 """Gemma 3: output layers of 262,144 and 262,208 rows, heads of 256, windows; against transformers on the same GPU."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,20 @@ def test_generating(vocab: int, layers: int, tmp_path: Path) -> None:
     prompts = [torch.randint(vocab, (length,), generator=generator).tolist() for length in (1, 60, 700)]
     params = SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=1)
     llm = LLM(tmp_path / "gemma", device="cuda", max_context=1024)
+    exact = copy.deepcopy(model).float()
     for prompt, found in zip(prompts, llm.generate(prompts, params), strict=True):
         answer = found.answers[0].token_ids
         ids = torch.tensor([[*prompt, *answer]], device="cuda")
         with torch.no_grad():
-            expected = model(ids).logits[0].float().log_softmax(-1)
+            right, theirs = (one(ids).logits[0].float().log_softmax(-1) for one in (exact, model))
+        noise = float((right - theirs).abs().mean())  # what bfloat16 costs transformers
         for place, token in enumerate(answer, start=len(prompt) - 1):
-            assert float(expected[place].max() - expected[place, token]) < 0.1, (len(prompt), place)
-        theirs = expected[: len(prompt) - 1].gather(1, ids[0, 1 : len(prompt), None])[:, 0]
-        ours = torch.tensor(found.prompt_logprobs[1:] if found.prompt_logprobs else [], device="cuda")
-        assert float((ours - theirs).abs().mean() if len(ours) else 0.0) < 0.3
-    del llm, model
+            assert float(right[place].max() - right[place, token]) < 0.1 + 5 * noise, (len(prompt), place)
+        if found.prompt_logprobs is not None and len(prompt) > 1:
+            ours = torch.tensor(found.prompt_logprobs[1:], device="cuda")
+            expected = right[: len(prompt) - 1].gather(1, ids[0, 1 : len(prompt), None])[:, 0]
+            assert float((ours - expected).abs().mean()) < 1.5 * noise + 0.01
+    del llm, model, exact
     biased = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias={vocab - 1: 100.0})
     quantize(tmp_path / "gemma", "rtn-w4g128", tmp_path / "w4", device="cuda", quality_windows=0)
     llm = LLM(tmp_path / "w4", device="cuda", max_context=1024, head_bits=4)
