@@ -23,6 +23,7 @@ class Card:
     processors: int
     shared: int  # bytes that one program may have
     shared_of_processor: int  # that all programs of a multiprocessor share
+    bandwidth: float  # of its memory, bytes a second, as a data sheet counts
 
     @property
     def has_bfloat16(self) -> bool:
@@ -54,6 +55,11 @@ class Card:
         return self.capability >= (9, 0)
 
     @property
+    def warps(self) -> int:
+        """That a multiprocessor can hold."""
+        return 48 if self.capability in ((8, 6), (8, 9), (12, 0)) else 64
+
+    @property
     def target(self) -> str:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
@@ -62,29 +68,29 @@ class Card:
 _SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
-def absent_card(name: str, capability: Capability, processors: int) -> Card:
+def absent_card(name: str, capability: Capability, processors: int, bandwidth: float) -> Card:
     """A card that need not be here: the rest follows from its capability."""
     shared = _SHARED[capability]
-    return Card(name, capability, processors, shared << 10, (shared + 1) << 10)
+    return Card(name, capability, processors, shared << 10, (shared + 1) << 10, bandwidth)
 
 
-NO_GPU = Card("cpu", (0, 0), 4, 227 << 10, 0)  # Triton's interpreter takes any tile, and has no shared memory
+NO_GPU = Card("cpu", (0, 0), 4, 227 << 10, 0, 1e11)  # Triton's interpreter takes any tile, and has no shared memory
 # One for each kind of instructions, the one with the fewest multiprocessors that is common.
 KNOWN = {
     card.target: card
     for card in (
-        absent_card("A100", (8, 0), 108),
-        absent_card("RTX 3090", (8, 6), 82),
-        absent_card("L4", (8, 9), 58),
-        absent_card("H100", (9, 0), 132),
-        absent_card("B200", (10, 0), 148),
-        absent_card("RTX 5090", (12, 0), 170),
+        absent_card("A100", (8, 0), 108, 1555e9),
+        absent_card("RTX 3090", (8, 6), 82, 936e9),
+        absent_card("L4", (8, 9), 58, 300e9),
+        absent_card("H100", (9, 0), 132, 3350e9),
+        absent_card("B200", (10, 0), 148, 8000e9),
+        absent_card("RTX 5090", (12, 0), 170, 1792e9),
     )
 }
 # No kernel is compiled for these. People still ask for them, so they are known by the names that `--gpu` takes.
 TOO_OLD = {
-    "t4": Card("Tesla T4", (7, 5), 40, 64 << 10, 64 << 10),
-    "v100": Card("Tesla V100-SXM2-16GB", (7, 0), 80, 96 << 10, 96 << 10),
+    "t4": Card("Tesla T4", (7, 5), 40, 64 << 10, 64 << 10, 320e9),
+    "v100": Card("Tesla V100-SXM2-16GB", (7, 0), 80, 96 << 10, 96 << 10, 900e9),
 }
 _pretended: Card | None = None
 
@@ -115,4 +121,5 @@ def _read(device: torch.device) -> Card:
         found.multi_processor_count,
         found.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # not in torch's stubs
         found.shared_memory_per_multiprocessor,
+        2e3 * found.memory_clock_rate * found.memory_bus_width / 8,  # kHz, twice a cycle
     )

@@ -99,7 +99,7 @@ def find_card(name: str) -> Card:
     gpu = find_gpu(name)
     if gpu.capability is None:
         raise InputError(f"the {gpu.title} has no kernels: quantkit's are compiled for NVIDIA only; see docs/amd.md")
-    return absent_card(gpu.reported[0], gpu.capability, gpu.processors)
+    return absent_card(gpu.reported[0], gpu.capability, gpu.processors, gpu.bandwidth)
 
 
 def _plain(name: str) -> str:

@@ -30,6 +30,7 @@ from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, Float8Weight, For
 from quantkit.formats.codebook import table_of
 from quantkit.formats.ct_float8 import BLOCK
 from quantkit.formats.integer import middle_code
+from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
 from quantkit.kernels.linear.weight import Choice, Kernel, Untuned, by_name
 
@@ -113,7 +114,7 @@ class CpuWeight(Untuned):
     def kernels(self) -> Mapping[str, Kernel]:
         return _KERNELS
 
-    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
         return Choice(choose(self, tokens), None, f"on the CPU, {tokens} tokens")
 
 

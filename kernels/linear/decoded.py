@@ -44,7 +44,7 @@ class DecodedWeight(Untuned):
     def kernels(self) -> Mapping[str, Kernel]:
         return _KERNELS
 
-    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
         return Choice(KERNEL.name, None, self.why)
 
 

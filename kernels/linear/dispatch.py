@@ -38,7 +38,7 @@ def choose(
         measured = _measured(weight, most, table_of(device_name(weight.device)) if table is None else table, dtype)
         if measured is not None:
             return measured
-    return weight.default(tokens, card_of(weight.device).processors, dtype)
+    return weight.default(tokens, card_of(weight.device), dtype)
 
 
 def _measured(weight: LinearWeight, most: int, table: Table, dtype: torch.dtype) -> Choice | None:

@@ -55,14 +55,6 @@ def cut(kernel: str, tokens: int, outputs: int, rows: int, steps: int, tile: Til
     return Cut((across, down, splits), per_split, torch.empty(room, dtype=torch.float32, device=device))
 
 
-def splits_that_fill(tiles: int, steps: int, programs: int) -> int:
-    """The power of two that brings tiles nearest to the wanted number of programs, with two steps each at least."""
-    wanted = 1
-    while wanted * 2 * tiles <= programs and wanted * 4 <= steps:
-        wanted *= 2
-    return wanted
-
-
 def splits_to_try(outputs: int, tile: int, most: int, tokens: int, steps: int) -> list[int]:
     """Splits worth a measurement, for tiles of so many outputs and tokens."""
     tiles = -(-outputs // tile) * -(-most // tokens)

@@ -34,7 +34,7 @@ def tune(
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[Any]]:
     """Most tokens -> the fastest entry. `expected` is the plain meaning, to check results with."""
-    copies = [weight, *(_copy(weight) for _ in range(int(_COLD / weight.nbytes)))]
+    copies = cold_copies(weight)
     entries = {}
     for most in buckets or weight.buckets:
         x = torch.randn(most, weight.inputs, device=weight.device, dtype=dtype)
@@ -71,6 +71,11 @@ def tune_once(
     save({weight.kind: {shape: entries}}, cache_folder() / f"{gpu}.json")
     table_of.cache_clear()
     return True
+
+
+def cold_copies(weight: LinearWeight) -> list[LinearWeight]:
+    """The weight and copies of it: used in turn, none is in a cache when its turn comes."""
+    return [weight, *(_copy(weight) for _ in range(int(_COLD / weight.nbytes)))]
 
 
 def _call(choice: Choice, x: Tensor, weight: LinearWeight) -> Callable[[], Any]:

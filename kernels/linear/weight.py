@@ -15,6 +15,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from quantkit.kernels.card import Card
+
 CHUNK = 128  # inputs are padded to a multiple of this
 ROWS = 128  # outputs are padded to a multiple of this, so that no kernel masks its loads of weights
 TICKETS = 4096  # of a weight: which split of the inputs is the last to arrive
@@ -99,8 +101,8 @@ class LinearWeight(Protocol):
     def bucket(self, tokens: int) -> int | None:
         """The bucket that stands for this many tokens; None where no table is asked."""
 
-    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
-        """What runs where no table says it, on a GPU of so many multiprocessors and for tokens of this dtype."""
+    def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        """What runs where no table says it, on such a GPU and for tokens of this dtype."""
 
     def candidates(self, tokens: int) -> Iterator[Choice]:
         """Everything worth a measurement for this many tokens, one of the buckets."""

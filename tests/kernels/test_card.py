@@ -47,7 +47,7 @@ def test_tiles_are_smaller_where_there_is_less_room(target: str) -> None:
     assert decode_config(128, 2, 4, 1, card.processors, card).block_n == 64
     with pretend(card):
         weight = lay_out(CtPacked().quantize(torch.randn(256, 512)))
-        assert weight.default(128, card.processors).config.tokens == 64
+        assert weight.default(128, card).config.tokens == 64
 
 
 @pytest.mark.parametrize("target", KNOWN)
@@ -65,7 +65,7 @@ def test_fp8_is_decoded_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(op, "device_of", lambda quantized: torch.device("cuda"))
     with pretend(KNOWN["sm_80"]):
         prepared = op.prepare(fmt, quantized)
-    assert prepared.default(1, 108).why == "A100 has no FP8, which begins with compute capability 8.9"
+    assert prepared.default(1, KNOWN["sm_80"]).why == "A100 has no FP8, which begins with compute capability 8.9"
     with pretend(KNOWN["sm_89"]):
         assert op.prepare(fmt, quantized).kind == "fp8-token"
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import KNOWN
 from quantkit.kernels.linear import dispatch, op, tuning
 from quantkit.kernels.linear.dense.half import HalfConfig, matmul
 from quantkit.kernels.linear.dense.weight import BUCKETS, HalfWeight, lay_out, supports
@@ -114,12 +115,12 @@ def test_measured_entries_come_first() -> None:
 
 def test_defaults_of_unmeasured_shapes() -> None:
     for tokens in (1, 8, 16):
-        choice = weight_of(5120, 5120).default(tokens, 132)
+        choice = weight_of(5120, 5120).default(tokens, KNOWN["sm_90"])
         assert choice.kernel == "half"
         assert isinstance(choice.config, HalfConfig)
         assert "no measurement" in choice.why
-    small, odd, many = weight_of(512, 512), weight_of(8192, 4097), weight_of(5120, 5120).default(32, 132)
-    assert small.default(1, 132).kernel == odd.default(1, 132).kernel == many.kernel == "cublas"
+    for weight, tokens in ((weight_of(512, 512), 1), (weight_of(8192, 4097), 1), (weight_of(5120, 5120), 32)):
+        assert weight.default(tokens, KNOWN["sm_90"]).kernel == "cublas"
 
 
 def test_entries_come_back_as_they_were() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtPacked, Format, LlmInt8, Nf4
+from quantkit.kernels.card import KNOWN
 from quantkit.kernels.linear import dispatch, op, tuning
 from quantkit.kernels.linear.decoded import DecodedWeight
 from quantkit.kernels.linear.dense import choices as dense
@@ -22,7 +23,6 @@ from quantkit.kernels.linear.eight_bit import choices as eight_bit_choices
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
 from quantkit.kernels.linear.fuse import join
-from quantkit.kernels.linear.splits import splits_that_fill
 from quantkit.kernels.linear.weight import CHUNK, Choice, Kernel, LinearWeight, Untuned, by_name, unmeasured
 from quantkit.kernels.linear.weight_only import choices as weight_only
 from quantkit.kernels.linear.weight_only.hopper import HopperConfig
@@ -33,6 +33,7 @@ from quantkit.kernels.reference.compare import relative_error
 
 pytestmark = pytest.mark.kernel
 
+H100 = KNOWN["sm_90"]
 ALL_KERNELS = {**weight_only.KERNELS, **eight_bit_choices.KERNELS, **dense.KERNELS}
 
 
@@ -76,16 +77,9 @@ def test_blocks_of_128_are_never_cut_across() -> None:
     fmt = CtFloat8(strategy="block")
     weight = eight_bit.lay_out(fmt, fmt.quantize(torch.randn(256, 512)))
     for tokens in dispatch.BUCKETS:
-        config = weight.default(tokens, 132).config
+        config = weight.default(tokens, H100).config
         assert isinstance(config, EightBitConfig)
         assert config.depth == 128
-
-
-def test_splits_fill_the_gpu_and_leave_every_program_work() -> None:
-    assert splits_that_fill(tiles=1000, steps=32, programs=900) == 1
-    assert splits_that_fill(tiles=128, steps=32, programs=1000) == 4
-    assert splits_that_fill(tiles=1, steps=32, programs=1000) == 16
-    assert splits_that_fill(tiles=1, steps=1, programs=1000) == 1
 
 
 def test_entries_come_back_as_they_were() -> None:
@@ -129,19 +123,16 @@ def test_the_shipped_table_has_what_kinds_borrow_from() -> None:
 def paper_weight(kind: str, shape: str) -> Any:
     """What a default looks at."""
     outputs, inputs = map(int, shape.split("x"))
-    chunks, code, cpu = inputs // CHUNK, kind.split("-")[0], torch.device("cpu")
-    return SimpleNamespace(
-        outputs=outputs, inputs=inputs, chunks=chunks, code_type=code, kind=kind, table=None, device=cpu
-    )
+    sizes = {"outputs": outputs, "rows": outputs, "inputs": inputs, "chunks": inputs // CHUNK}
+    return SimpleNamespace(**sizes, nbytes=outputs * inputs // 2, code_type=kind.split("-")[0], kind=kind, table=None)
 
 
 @pytest.mark.parametrize("most", [128, 256])
-def test_defaults_on_hopper_are_the_kernels_that_won_there(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_on_hopper_are_the_kernels_that_won_there(most: int) -> None:
     """For the shapes of the table, as if nobody had measured them; small products cannot be cut for a whole GPU."""
-    monkeypatch.setattr(weight_only.hopper, "supports", lambda weight: True)
 
     def default(kind: str, shape: str) -> Choice:
-        return weight_only.default(paper_weight(kind, shape), most, 132)
+        return weight_only.default(paper_weight(kind, shape), most, H100)
 
     table = dispatch.table_of("nvidia-h200")
     packed = [
@@ -166,17 +157,14 @@ def test_defaults_on_hopper_are_the_kernels_that_won_there(most: int, monkeypatc
         ("int8", "28672x4096", None),
     ],
 )
-def test_defaults_on_hopper_for_64_tokens(
-    code: str, shape: str, expected: HopperConfig | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_only.hopper, "supports", lambda weight: True)
-    found = weight_only.default(paper_weight(f"{code}-g128", shape), 64, 132)
+def test_defaults_on_hopper_for_64_tokens(code: str, shape: str, expected: HopperConfig | None) -> None:
+    found = weight_only.default(paper_weight(f"{code}-g128", shape), 64, H100)
     assert found.config == expected if expected else found.kernel == "skinny"
 
 
 def test_three_bits_never_get_tiles_of_8_tokens() -> None:
     weight = lay_out(CtPacked(bits=3).quantize(torch.randn(256, 256)))
-    config = weight.default(8, processors=132).config
+    config = weight.default(8, H100).config
     assert isinstance(config, SkinnyConfig)
     assert config.tokens == 16
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, LlmInt8, Nf4
+from quantkit.kernels.card import NO_GPU
 from quantkit.kernels.linear.eight_bit.weight import lay_out as lay_out_eight_bit
 from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.op import LinearWeight, run
@@ -27,7 +28,7 @@ def weight_of(fmt: Format, outputs: int, inputs: int, device: str, scale: float 
 
 
 def multiply(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    return run(weight.default(8, 4), x, weight)
+    return run(weight.default(8, NO_GPU), x, weight)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.describe())

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-import triton
-
+from quantkit.kernels.card import Card
+from quantkit.kernels.linear.cost import ESTIMATED, Product, cheapest
 from quantkit.kernels.linear.dense import cublas, half
 from quantkit.kernels.linear.dense.half import HalfConfig
 from quantkit.kernels.linear.dense.weight import BUCKETS, HalfWeight
 from quantkit.kernels.linear.dispatch import bucket_of
-from quantkit.kernels.linear.splits import MOST_TILES, splits_that_fill, splits_to_try
+from quantkit.kernels.linear.splits import MOST_TILES, splits_to_try
 from quantkit.kernels.linear.weight import Choice, by_name, unmeasured
 
 KERNELS = by_name(half.KERNEL, cublas.KERNEL)
 
-# Most tokens -> tile and programs per multiprocessor that the sweep on an H200 favoured (docs/kernels.md).
+# Most tokens -> the tile that the sweep on an H200 favoured (docs/kernels.md).
 _DEFAULTS = {
-    1: (HalfConfig(4, 1, 1024, 4, 1), 8),
-    8: (HalfConfig(64, 16, 128, 4, 4), 2),
-    16: (HalfConfig(64, 16, 128, 4, 4), 2),
+    1: HalfConfig(4, 1, 1024, 4, 1),
+    8: HalfConfig(64, 16, 128, 4, 4),
+    16: HalfConfig(64, 16, 128, 4, 4),
 }
 _MANY_OUTPUTS = HalfConfig(8, 1, 512, 2, 1)  # vocabularies of 262,144 tokens
 _LARGE = 1 << 22  # weights: 8 MB, which an H200 reads in 2 us; below, launching takes longer than reading
@@ -37,18 +36,18 @@ _TRIED: dict[int, list[tuple[int, int, int, int, int]]] = {
 }  # fmt: skip
 
 
-def default(weight: HalfWeight, tokens: int, processors: int) -> Choice:
-    """Our kernel where few tokens meet many weights, with as many splits as fill the GPU; else cuBLAS."""
+def default(weight: HalfWeight, tokens: int, card: Card) -> Choice:
+    """Our kernel where few tokens meet many weights, cut as `cost.py` expects it to be fastest; else cuBLAS."""
     if tokens > BUCKETS[-1]:
         return Choice("cublas", None, f"not quantized, and more than {BUCKETS[-1]} tokens")
     why, most = unmeasured(weight), bucket_of(tokens, BUCKETS)
     if most not in _DEFAULTS or weight.outputs * weight.inputs < _LARGE or weight.inputs % 8:
         return Choice("cublas", None, f"{why}; many tokens, or few weights")
-    config, programs = _DEFAULTS[most]
-    if weight.outputs > MOST_TILES * config.outputs:
-        config = _MANY_OUTPUTS
-    tiles, steps = triton.cdiv(weight.outputs, config.outputs), triton.cdiv(weight.inputs, config.depth)
-    return Choice("half", replace(config, splits=splits_that_fill(tiles, steps, processors * programs)), why)
+    tile = _DEFAULTS[most]
+    if weight.outputs > MOST_TILES * tile.outputs:
+        tile = _MANY_OUTPUTS
+    product = Product(weight.outputs, weight.inputs, most, bytes_a_weight=2.0, decoded=False)
+    return Choice("half", cheapest(product, (tile,), card), f"{why}; {ESTIMATED}")
 
 
 def candidates(weight: HalfWeight, most: int) -> Iterator[Choice]:

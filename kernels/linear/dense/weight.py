@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES
 from quantkit.kernels.linear.dispatch import bucket_of
 from quantkit.kernels.linear.weight import TICKETS, Choice, Kernel, LinearWeight
@@ -63,10 +64,10 @@ class HalfWeight:
     def bucket(self, tokens: int) -> int | None:
         return None if tokens > BUCKETS[-1] else bucket_of(tokens, BUCKETS)
 
-    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
         from quantkit.kernels.linear.dense.choices import default
 
-        return default(self, tokens, processors)
+        return default(self, tokens, card)
 
     def candidates(self, tokens: int) -> Iterator[Choice]:
         from quantkit.kernels.linear.dense.choices import candidates

@@ -6,27 +6,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import triton
 
+from quantkit.kernels.card import Card
+from quantkit.kernels.linear.cost import ESTIMATED, Product, cheapest
 from quantkit.kernels.linear.dispatch import bucket_of
 from quantkit.kernels.linear.eight_bit import matmul, scaled_mm
 from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
-from quantkit.kernels.linear.splits import splits_that_fill, splits_to_try
+from quantkit.kernels.linear.splits import splits_to_try
 from quantkit.kernels.linear.weight import CHUNK, Choice, by_name, unmeasured
 
 KERNELS = by_name(matmul.KERNEL, scaled_mm.KERNEL)
 
-# Most tokens -> tile and programs per multiprocessor that the sweep on an H200 favoured (docs/kernels.md).
+# Most tokens -> tiles that the sweep on an H200 favoured (docs/kernels.md).
 _DEFAULTS = {
-    8: (EightBitConfig(32, 8, 256, 2, 3), 7),
-    16: (EightBitConfig(64, 16, 128, 2, 4), 4),
-    32: (EightBitConfig(64, 32, 256, 4, 3), 3),
-    64: (EightBitConfig(64, 64, 128, 4, 4), 2),
-    128: (EightBitConfig(128, 64, 128, 4, 4), 2),
-    256: (EightBitConfig(128, 64, 128, 4, 4), 2),
-    512: (EightBitConfig(128, 128, 128, 4, 3), 1),
-    1024: (EightBitConfig(128, 128, 128, 4, 3), 1),
+    8: (EightBitConfig(32, 8, 256, 2, 3), EightBitConfig(64, 8, 256, 2, 3)),
+    16: (EightBitConfig(64, 16, 128, 2, 4),),
+    32: (EightBitConfig(64, 32, 256, 4, 3),),
+    64: (EightBitConfig(64, 64, 128, 4, 4),),
+    128: (EightBitConfig(128, 64, 128, 4, 4),),
+    256: (EightBitConfig(128, 64, 128, 4, 4),),
+    512: (EightBitConfig(128, 128, 128, 4, 3),),
+    1024: (EightBitConfig(128, 128, 128, 4, 3),),
 }
 _FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
 
@@ -50,17 +51,16 @@ _TRIED: dict[int, list[tuple[int, int, int, int, int]]] = {
 }
 
 
-def default(weight: EightBitWeight, tokens: int, processors: int, dtype: torch.dtype) -> Choice:
-    """Tiles that the sweep favoured, with as many splits as fill the GPU."""
+def default(weight: EightBitWeight, tokens: int, card: Card, dtype: torch.dtype) -> Choice:
+    """Tiles that the sweep favoured, cut as `cost.py` expects it to be fastest."""
     most = bucket_of(tokens)
     if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight, dtype):
         return Choice("scaled_mm", None, "many tokens with scales of blocks, which torch's own kernel does best")
-    config, programs = _DEFAULTS[most]
-    if weight.columns % config.depth or weight.scales.ndim == 2:  # 128 divides every weight's columns and blocks
-        config = replace(config, depth=CHUNK)
-    tiles = triton.cdiv(weight.outputs, config.outputs) * triton.cdiv(most, config.tokens)
-    splits = splits_that_fill(tiles, weight.columns // config.depth, processors * programs)
-    return Choice("eight_bit", replace(config, splits=splits), unmeasured(weight))
+    tiles = _DEFAULTS[most]
+    if weight.scales.ndim == 2 or any(weight.columns % tile.depth for tile in tiles):
+        tiles = tuple(replace(tile, depth=CHUNK) for tile in tiles)  # which divides every weight's columns and blocks
+    product = Product(weight.outputs, weight.columns, most, bytes_a_weight=1.0, bytes_a_token=1, decoded=False)
+    return Choice("eight_bit", cheapest(product, tiles, card), f"{unmeasured(weight)}; {ESTIMATED}")
 
 
 def candidates(weight: EightBitWeight, most: int) -> Iterator[Choice]:

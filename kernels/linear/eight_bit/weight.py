@@ -33,6 +33,7 @@ from quantkit.formats import (
     QuantizedWeight,
 )
 from quantkit.formats.base import quotient
+from quantkit.kernels.card import Card
 from quantkit.kernels.linear.dispatch import BUCKETS, bucket_of
 from quantkit.kernels.linear.fuse import same
 from quantkit.kernels.linear.weight import CHUNK, ROWS, TICKETS, Choice, Kernel, LinearWeight, padded
@@ -96,10 +97,10 @@ class EightBitWeight:
     def bucket(self, tokens: int) -> int | None:
         return bucket_of(tokens)
 
-    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
         from quantkit.kernels.linear.eight_bit.choices import default
 
-        return default(self, tokens, processors, dtype)
+        return default(self, tokens, card, dtype)
 
     def candidates(self, tokens: int) -> Iterator[Choice]:
         from quantkit.kernels.linear.eight_bit.choices import candidates

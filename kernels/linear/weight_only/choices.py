@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-import triton
-
-from quantkit.kernels.card import NO_GPU, card_of
+from quantkit.kernels.card import NO_GPU, Card, card_of
+from quantkit.kernels.linear.cost import ESTIMATED, Product, cheapest
 from quantkit.kernels.linear.dispatch import bucket_of
-from quantkit.kernels.linear.splits import splits_that_fill, splits_to_try
-from quantkit.kernels.linear.weight import Choice, by_name, unmeasured
+from quantkit.kernels.linear.splits import splits_to_try
+from quantkit.kernels.linear.weight import CHUNK, Choice, by_name, unmeasured
 from quantkit.kernels.linear.weight_only import dequantize, hopper, skinny
 from quantkit.kernels.linear.weight_only.hopper import HopperConfig
 from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
@@ -19,22 +18,23 @@ from quantkit.kernels.linear.weight_only.weight import MANY_TOKENS, PackedWeight
 
 KERNELS = by_name(skinny.KERNEL, hopper.KERNEL, dequantize.KERNEL)
 
-# Most tokens -> tile and programs per multiprocessor that the sweep on an H200 favoured (docs/kernels.md).
+# Most tokens -> tiles that the sweep on an H200 favoured (docs/kernels.md).
 _SKINNY = {
-    8: (SkinnyConfig(32, 8, 2, 3), 7),
-    16: (SkinnyConfig(64, 16, 4, 3), 6),
-    32: (SkinnyConfig(64, 32, 4, 3), 4),
-    64: (SkinnyConfig(64, 64, 4, 3), 3),
-    128: (SkinnyConfig(64, 128, 4, 3), 2),
-    256: (SkinnyConfig(64, 128, 4, 3), 2),
+    8: (SkinnyConfig(32, 8, 2, 3), SkinnyConfig(64, 8, 4, 3)),
+    16: (SkinnyConfig(64, 16, 4, 3),),
+    32: (SkinnyConfig(64, 32, 4, 3),),
+    64: (SkinnyConfig(64, 64, 4, 3),),
+    128: (SkinnyConfig(64, 128, 4, 3),),
+    256: (SkinnyConfig(64, 128, 4, 3),),
 }
 # The same for weights with a table of values, where a multiprocessor has room for tables of pairs (`assembly.py`).
 _PAIRS = {
-    8: (SkinnyConfig(128, 8, 4, 3, copies=32), 4),
-    16: (SkinnyConfig(128, 16, 4, 3, copies=32), 3),
-    32: (SkinnyConfig(128, 32, 4, 3, copies=32), 2),
-    64: (SkinnyConfig(128, 64, 8, 3, copies=32), 2),
+    8: (SkinnyConfig(128, 8, 4, 3, copies=32), SkinnyConfig(64, 8, 4, 3, copies=32)),
+    16: (SkinnyConfig(128, 16, 4, 3, copies=32), SkinnyConfig(64, 16, 4, 3, copies=32)),
+    32: (SkinnyConfig(128, 32, 4, 3, copies=32), SkinnyConfig(64, 32, 4, 3, copies=32)),
+    64: (SkinnyConfig(128, 64, 8, 3, copies=32),),
 }
+_PAIR_TABLE = 32 << 10  # bytes
 _ROOM_FOR_PAIRS = 160 << 10  # bytes of shared memory
 _LARGEST_IN_REGISTERS = 64  # tokens of a tile: 64 x 128 spill where a warp holds its operands itself
 # Hopper's kernel, chunks of a multiprocessor from which it pays to share tiles, and wide tiles (docs/kernels.md).
@@ -79,26 +79,28 @@ _HOPPER_TRIED = (
 )
 
 
-def default(weight: PackedWeight, tokens: int, processors: int) -> Choice:
-    """Tiles that the sweep favoured, with as many splits as fill the GPU."""
+def default(weight: PackedWeight, tokens: int, card: Card) -> Choice:
+    """Tiles that the sweep favoured, cut as `cost.py` expects it to be fastest."""
     if tokens >= MANY_TOKENS:
         return Choice("dequantize", None, f"{MANY_TOKENS} tokens and more always pay for decoding once")
     why, most = unmeasured(weight), bucket_of(tokens)
-    if most >= 64 and hopper.supports(weight):
-        cut = _hopper_cut(weight, most, processors)
+    if most >= 64 and card.has_warpgroups:
+        cut = _hopper_cut(weight, most, card.processors)
         if cut is not None:
             return Choice("hopper", cut[0], f"{why}; {cut[1]}")
     if most not in _SKINNY:
         return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
-    card, large = card_of(weight.device), most
+    large = most
     if card is not NO_GPU and not card.multiplies_from_shared:
         large = min(large, _LARGEST_IN_REGISTERS)
     if weight.code_type == "int3":
         large = max(large, _FEWEST_OF_3_BITS)
-    tile, programs = _PAIRS[large] if large in _PAIRS and has_room_for_pairs(weight) else _SKINNY[large]
-    tiles = triton.cdiv(weight.outputs, tile.outputs) * triton.cdiv(most, tile.tokens)
-    splits = splits_that_fill(tiles, weight.chunks, processors * programs)
-    return Choice("skinny", replace(tile, splits=splits), why)
+    pairs = large in _PAIRS and has_room_for_pairs(weight, card)
+    inputs = weight.chunks * CHUNK
+    product = Product(
+        weight.outputs, inputs, most, weight.nbytes / (weight.rows * inputs), table=_PAIR_TABLE if pairs else 0
+    )
+    return Choice("skinny", cheapest(product, (_PAIRS if pairs else _SKINNY)[large], card), f"{why}; {ESTIMATED}")
 
 
 def _hopper_cut(weight: PackedWeight, most: int, processors: int) -> tuple[HopperConfig, str] | None:
@@ -129,8 +131,8 @@ def _hopper_cut(weight: PackedWeight, most: int, processors: int) -> tuple[Hoppe
     return None
 
 
-def has_room_for_pairs(weight: PackedWeight) -> bool:
-    return weight.table is not None and card_of(weight.device).shared_of_processor >= _ROOM_FOR_PAIRS
+def has_room_for_pairs(weight: PackedWeight, card: Card) -> bool:
+    return weight.table is not None and card.shared_of_processor >= _ROOM_FOR_PAIRS
 
 
 def candidates(weight: PackedWeight, most: int) -> Iterator[Choice]:
@@ -138,7 +140,8 @@ def candidates(weight: PackedWeight, most: int) -> Iterator[Choice]:
     for outputs, tokens, warps, stages, first in _SKINNY_TRIED[most]:
         for splits in splits_to_try(weight.outputs, outputs, most, tokens, weight.chunks):
             yield Choice("skinny", SkinnyConfig(outputs, tokens, warps, stages, splits, first), "")
-    for outputs, tokens, warps, stages in _PAIRS_TRIED.get(most, []) if has_room_for_pairs(weight) else []:
+    pairs = has_room_for_pairs(weight, card_of(weight.device))
+    for outputs, tokens, warps, stages in _PAIRS_TRIED.get(most, []) if pairs else []:
         for splits in splits_to_try(weight.outputs, outputs, most, tokens, weight.chunks):
             if weight.rows % outputs == 0:
                 yield Choice("skinny", SkinnyConfig(outputs, tokens, warps, stages, splits, copies=32), "")

@@ -22,7 +22,7 @@ from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
-from quantkit.kernels.linear.weight import Kernel
+from quantkit.kernels.linear.weight import CHUNK, Kernel
 from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly, pair_table
 from quantkit.kernels.linear.weight_only.static_shared import allow_tables
 from quantkit.kernels.linear.weight_only.unpack import (
@@ -55,6 +55,11 @@ class SkinnyConfig:
     splits: int = 1
     scale_first: bool = False  # scale the operands (16 bit) instead of the products (float32)
     copies: int = 0  # of the table of pairs in shared memory (nf4, fp4): 4, 8, 16, 32; 0: values by byte permutes
+
+    @property
+    def depth(self) -> int:
+        """Inputs of a step."""
+        return CHUNK
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from quantkit.errors import InputError
 from quantkit.formats import CodebookWeight, IntegerWeight, QuantizedWeight
 from quantkit.formats.codebook import NestedScales, table_of
 from quantkit.formats.integer import middle_code
+from quantkit.kernels.card import Card
 from quantkit.kernels.linear.dispatch import BUCKETS, bucket_of
 from quantkit.kernels.linear.weight import CHUNK, ROWS, TICKETS, Choice, Kernel, LinearWeight, padded
 
@@ -156,10 +157,10 @@ class PackedWeight:
     def bucket(self, tokens: int) -> int | None:
         return None if tokens >= MANY_TOKENS else bucket_of(tokens)
 
-    def default(self, tokens: int, processors: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
         from quantkit.kernels.linear.weight_only.choices import default
 
-        return default(self, tokens, processors)
+        return default(self, tokens, card)
 
     def candidates(self, tokens: int) -> Iterator[Choice]:
         from quantkit.kernels.linear.weight_only.choices import candidates

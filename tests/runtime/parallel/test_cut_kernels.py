@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, Gptq, Index, LlmInt8, Nf4
+from quantkit.kernels.card import NO_GPU
 from quantkit.kernels.linear.eight_bit.weight import lay_out as lay_out_eight_bit
 from quantkit.kernels.linear.eight_bit.weight import takes
 from quantkit.kernels.linear.op import run
@@ -47,6 +48,6 @@ def test_parts_are_multiplied(part: str, fmt: Format) -> None:
     cut = whole.cut(*PARTS[part])
     weight = lay_out_eight_bit(fmt, cut) if takes(fmt) else lay_out_packed(cut)
     x = torch.randn(3, cut.shape[1], generator=generator).to(device, torch.bfloat16)
-    found = run(weight.default(8, 3), x, weight).float()
+    found = run(weight.default(8, NO_GPU), x, weight).float()
     wanted = reference.linear(x.float(), fmt, cut)
     assert float((found - wanted).norm() / wanted.norm()) < 2e-2

@@ -87,7 +87,7 @@ def _ways(weight: Any, card: Card) -> list[Way]:
     found: dict[tuple[str, Any], Way] = {}
     table = dispatch.table_of("nvidia-h200") if card.has_warpgroups else {}
     for most in weight.buckets:
-        chosen = [weight.default(most, card.processors)]
+        chosen = [weight.default(most, card)]
         for kind in (weight.kind, *weight.relatives):
             for entries in table.get(kind, {}).values():
                 if str(most) in entries:
