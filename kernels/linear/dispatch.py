@@ -50,6 +50,12 @@ def _measured(weight: LinearWeight, most: int, table: Table, dtype: torch.dtype)
     return None
 
 
+def is_measured(weight: LinearWeight, table: Table | None = None) -> bool:
+    """Whether the table of the weight's GPU, unless another is given, has its shape."""
+    table = table_of(device_name(weight.device)) if table is None else table
+    return any(shape_of(weight) in table.get(kind, {}) for kind in (weight.kind, *weight.relatives))
+
+
 def from_entry(entry: list[Any], kernels: Mapping[str, Kernel], why: str) -> Choice:
     name, *numbers = entry
     config = kernels[name].config

@@ -21,21 +21,21 @@ class Linear:
     weights: tuple[Tensor | LinearWeight, ...]
     bias: Tensor | None = None
     gathered: bool = False  # reads all inputs and gives some outputs, where others of its kind add: `shards.py`
-    _served: tuple[Tensor | LinearWeight, ...] = field(init=False, repr=False, compare=False)  # as kernels take them
+    served: tuple[Tensor | LinearWeight, ...] = field(init=False, repr=False, compare=False)  # as kernels take them
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_served", tuple(_prepared(weight) for weight in self.weights))
+        object.__setattr__(self, "served", tuple(_prepared(weight) for weight in self.weights))
 
     @property
     def outputs(self) -> int:
         return sum(weight.shape[0] if isinstance(weight, Tensor) else weight.outputs for weight in self.weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(self._served) == 1:
-            return _multiply(x, self._served[0], self.bias)
+        if len(self.served) == 1:
+            return _multiply(x, self.served[0], self.bias)
         y = x.new_empty(x.shape[0], self.outputs)
         start = 0
-        for weight in self._served:
+        for weight in self.served:
             stop = start + (weight.shape[0] if isinstance(weight, Tensor) else weight.outputs)
             y[:, start:stop] = _multiply(x, weight, None if self.bias is None else self.bias[start:stop])
             start = stop
@@ -67,6 +67,10 @@ class Block:
     gate_up: Linear
     down: Linear
     after_mlp: Tensor | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class EngineInfo:
     eos: tuple[int, ...]
     max_sequences: int
     speculates: bool = False
+    kernels: str | None = None  # what their choice rests on, on a GPU
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from quantkit.runtime.core import framing
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.device.kernel_basis import kernel_basis
 from quantkit.runtime.device.peers import Alone
 from quantkit.runtime.engine.engine import Engine, Request
 from quantkit.runtime.known_answer import KnownAnswer
@@ -265,6 +266,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "eos": list(engine.config.eos),
         "max_sequences": options.sequences,
         "speculates": engine.speculation.on,
+        "kernels": kernel_basis(engine.runner.decoder.weights),
     }
 
 
