@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PART ?= all
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long lint format test-gpu test-interop clean
+.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop clean
 
 demo: $(VENV)/ready
 	$(BIN)/quantkit demo
@@ -39,6 +39,10 @@ format: $(VENV)/ready
 # Only files that have such tests are looked at: others need packages that such a machine may lack.
 test-gpu:
 	$(PYTHON) -m pytest -m "gpu or kernel" $$(grep -rlE "mark\.(gpu|kernel)" tests --include="test_*.py")
+
+# The same kernels under NVIDIA's compute-sanitizer (part of CUDA).
+test-sanitizer:
+	PYTHONPATH=$(CURDIR)/tests/support $(PYTHON) -m sanitize
 
 test-interop: .venv-interop/ready
 	.venv-interop/bin/python -m pytest -m interop tests/interop

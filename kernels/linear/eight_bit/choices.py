@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from quantkit.kernels.card import Card
+from quantkit.kernels.card import NO_GPU, Card
 from quantkit.kernels.linear.cost import ESTIMATED, Product, cheapest
 from quantkit.kernels.linear.dispatch import bucket_of
 from quantkit.kernels.linear.eight_bit import matmul, scaled_mm
@@ -29,6 +29,7 @@ _DEFAULTS = {
     512: (EightBitConfig(128, 128, 128, 4, 3),),
     1024: (EightBitConfig(128, 128, 128, 4, 3),),
 }
+_MOST_OF_A_WARP = 2048  # sums, where a warp holds its operands too, or sums of FP8 twice: more would spill
 _FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
 
 # Most tokens -> (outputs, tokens, depth, warps, stages)
@@ -57,10 +58,16 @@ def default(weight: EightBitWeight, tokens: int, card: Card, dtype: torch.dtype)
     if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight, dtype):
         return Choice("scaled_mm", None, "many tokens with scales of blocks, which torch's own kernel does best")
     tiles = _DEFAULTS[most]
+    if weight.code_type == "fp8" or (card is not NO_GPU and not card.multiplies_from_shared):
+        tiles = tuple(_with_room(tile) for tile in tiles)
     if weight.scales.ndim == 2 or any(weight.columns % tile.depth for tile in tiles):
         tiles = tuple(replace(tile, depth=CHUNK) for tile in tiles)  # which divides every weight's columns and blocks
     product = Product(weight.outputs, weight.columns, most, bytes_a_weight=1.0, bytes_a_token=1, decoded=False)
     return Choice("eight_bit", cheapest(product, tiles, card), f"{unmeasured(weight)}; {ESTIMATED}")
+
+
+def _with_room(tile: EightBitConfig) -> EightBitConfig:
+    return replace(tile, warps=max(tile.warps, tile.outputs * tile.tokens // _MOST_OF_A_WARP))
 
 
 def candidates(weight: EightBitWeight, most: int) -> Iterator[Choice]:

@@ -29,6 +29,7 @@ MOST_INPUTS = 65536
 FEW_TOKENS = 64  # up to here copying the columns would cost more than it saves
 DENSE = 64  # columns that are copied
 assert 1 + MOST_INPUTS // 32 <= TICKETS
+_MOST_HELD = 32768  # columns of a row that one program holds in registers; the rest of a longer one is read twice
 _GATHERED_ROWS = 64  # of weights, by one program
 _MOST_WORDS = tl.constexpr(MOST_INPUTS // 32)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to whole numbers, halves to even
@@ -152,6 +153,13 @@ def _list(bits, flags, outliers, columns, LISTED: tl.constexpr):
     tl.store(bits + word, tl.zeros((_MOST_WORDS,), tl.int32), mask=word < columns // 32)
 
 
+@triton.jit
+def _ordinary(row, flags, column, inputs, columns):
+    """Some values of a token, 0 in outlier columns."""
+    value = tl.load(row + column, mask=column < inputs, other=0.0)
+    return without_outliers(value, tl.load(flags + column, mask=column < columns, other=0))
+
+
 @triton.jit(do_not_specialize=("gathers",))
 def _split(
     x,
@@ -186,11 +194,15 @@ def _split(
     else:
         token = (program - gathers).to(tl.int64)
         column = tl.arange(0, WIDTH)
-        value = tl.load(x + token * x_stride + column, mask=column < inputs, other=0.0)
-        found = tl.load(flags + column, mask=column < columns, other=0)
-        value = without_outliers(value, found)
+        value = _ordinary(x + token * x_stride, flags, column, inputs, columns)
         largest = tl.max(tl.abs(value), axis=0)
+        for start in range(WIDTH, columns, WIDTH):  # of a row that one program cannot hold
+            rest = _ordinary(x + token * x_stride, flags, start + column, inputs, columns)
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), axis=0))
         store_bytes(value, largest, codes + token * columns + column, column < columns)
+        for start in range(WIDTH, columns, WIDTH):
+            rest = _ordinary(x + token * x_stride, flags, start + column, inputs, columns)
+            store_bytes(rest, largest, codes + token * columns + start + column, start + column < columns)
         tl.store(scales + token, tl.div_rn(largest, 127.0))
         if count > 0:
             kept = tl.load(x + token * x_stride + listed, mask=index < count, other=0.0)
@@ -213,7 +225,7 @@ def split_columns(x: Tensor, weight: EightBitWeight, codes: Tensor, scales: Tens
     _launch_find(x, weight, flags, outliers)
     dense = DenseOutliers(x.new_empty(tokens, DENSE), x.new_empty(weight.rows, DENSE))
     gathers = weight.rows // _GATHERED_ROWS
-    width = triton.next_power_of_2(columns)
+    width = min(triton.next_power_of_2(columns), _MOST_HELD)
     _split[(gathers + tokens,)](
         x,
         weight.values,

@@ -1,0 +1,1 @@
+"""The kernel tests under NVIDIA's compute-sanitizer: `make test-sanitizer`, see `__main__.py`."""
