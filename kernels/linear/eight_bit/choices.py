@@ -58,7 +58,7 @@ def default(weight: EightBitWeight, tokens: int, card: Card, dtype: torch.dtype)
     if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight, dtype):
         return Choice("scaled_mm", None, "many tokens with scales of blocks, which torch's own kernel does best")
     tiles = _DEFAULTS[most]
-    if weight.code_type == "fp8" or (card is not NO_GPU and not card.multiplies_from_shared):
+    if weight.code_type == "fp8" or (card is not NO_GPU and not card.has_warpgroups):  # which Blackwell lost for bytes
         tiles = tuple(_with_room(tile) for tile in tiles)
     if weight.scales.ndim == 2 or any(weight.columns % tile.depth for tile in tiles):
         tiles = tuple(replace(tile, depth=CHUNK) for tile in tiles)  # which divides every weight's columns and blocks
