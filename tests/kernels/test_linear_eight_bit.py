@@ -118,7 +118,14 @@ def test_slices_of_few_tokens_change_nothing(tokens: int, name: str, device: str
         assert torch.equal(few.outliers[:count], many.outliers[:count])
 
 
-@pytest.mark.parametrize(("tokens", "name"), [(3, "llm-int8"), (12, "llm-int8"), (40, "llm-int8"), (66, "w8a8")])
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        (3, "llm-int8"),
+        *(pytest.param(tokens, name, marks=pytest.mark.long) for tokens, name in ((12, "llm-int8"), (40, "llm-int8"))),
+        pytest.param(66, "w8a8", marks=pytest.mark.long),
+    ],
+)
 def test_rows_that_no_program_holds_whole(tokens: int, name: str, device: str) -> None:
     """Qwen2.5 7B's own: more columns than fit registers, or the shared memory in which outliers are counted."""
     fmt = FORMATS[name]

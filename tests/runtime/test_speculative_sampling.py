@@ -129,7 +129,7 @@ DRAWN: list[tuple[SamplingParams, tuple[int, ...] | str]] = [
 @pytest.mark.parametrize(
     ("params", "draft", "samples"),
     [
-        *((*case, BATCH) for case in DRAWN),
+        *((*DRAWN[number], BATCH) for number in (0, 2, -1)),  # fixed guesses, a model's, drawn ones; the rest with MANY
         *(pytest.param(*case, MANY, marks=pytest.mark.long) for case in DRAWN),
         *(pytest.param(params, (0,), MANY, marks=pytest.mark.long) for params in SETTINGS),
     ],

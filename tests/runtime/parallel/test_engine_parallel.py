@@ -261,13 +261,9 @@ def test_the_workload_is_worth_comparing(name: str, alone: Callable[[str], Alone
 
 
 @RANKS
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("ngram,k=4,adaptive=off", marks=pytest.mark.long),
-        pytest.param("draft=demo-draft,k=3,adaptive=off", marks=pytest.mark.long),
-        "medusa=demo-medusa,adaptive=off",  # there are no such heads for the smaller model
-    ],
+    "how", ["ngram,k=4,adaptive=off", "draft=demo-draft,k=3,adaptive=off", "medusa=demo-medusa,adaptive=off"]
 )
 def test_guesses_change_no_token(how: str, alone: Callable[[str], Alone], start: Callable[..., Engine]) -> None:
     engine = start("demo", tensor_parallel=2, speculative=how, kv_tokens=224)

@@ -192,7 +192,7 @@ while True:
     ("how", "stages"),
     [
         ("killed", 1),
-        ("ends", 1),
+        pytest.param("ends", 1, marks=pytest.mark.long),
         pytest.param("killed", 2, marks=pytest.mark.long),
         pytest.param("ends", 2, marks=pytest.mark.long),
     ],
