@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, shape_o
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens; the last one stands for everything above too
 SHIPPED = Path(__file__).parent / "tuned"
 Table = Mapping[str, Mapping[str, Mapping[str, list[Any]]]]
+_hidden = False
 
 
 def choose(
@@ -35,7 +37,7 @@ def choose(
     """The kernel for this many tokens of this dtype, from the table of the weight's GPU unless another is given."""
     most = weight.bucket(tokens)
     if most is not None:
-        measured = _measured(weight, most, table_of(device_name(weight.device)) if table is None else table, dtype)
+        measured = _measured(weight, most, _table(weight) if table is None else table, dtype)
         if measured is not None:
             return measured
     return weight.default(tokens, card_of(weight.device), dtype)
@@ -52,7 +54,7 @@ def _measured(weight: LinearWeight, most: int, table: Table, dtype: torch.dtype)
 
 def is_measured(weight: LinearWeight, table: Table | None = None) -> bool:
     """Whether the table of the weight's GPU, unless another is given, has its shape."""
-    table = table_of(device_name(weight.device)) if table is None else table
+    table = _table(weight) if table is None else table
     return any(shape_of(weight) in table.get(kind, {}) for kind in (weight.kind, *weight.relatives))
 
 
@@ -68,6 +70,21 @@ def to_entry(choice: Choice) -> list[Any]:
 
 def bucket_of(tokens: int, buckets: Sequence[int] = BUCKETS) -> int:
     return next((most for most in buckets if tokens <= most), buckets[-1])
+
+
+def _table(weight: LinearWeight) -> Table:
+    return {} if _hidden else table_of(device_name(weight.device))
+
+
+@contextmanager
+def hidden_tables() -> Iterator[None]:
+    """Within, no measurement is known, as on a GPU that nobody has tuned: what estimates alone are worth."""
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before
 
 
 @cache

@@ -163,6 +163,7 @@ def _numbers(text: str) -> list[int]:
 @click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Requests at once.")
 @click.option("--prompt-len", type=click.IntRange(min=1), help="Default: 128, for 256 requests and more 512.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
+@click.option("--no-tables", is_flag=True, help="Kernels as estimated, as if this GPU had never been measured.")
 @click.option("--zero-weights", is_flag=True, help="Of a shape: zeros, on which a GPU draws less power and is faster.")
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/engine.csv.")
 @click.option("--no-save", is_flag=True, help="Append to no file.")
@@ -175,6 +176,7 @@ def engine(
     batch: str,
     prompt_len: int | None,
     new_tokens: int,
+    no_tables: bool,
     zero_weights: bool,
     output: Path | None,
     no_save: bool,
@@ -188,6 +190,7 @@ def engine(
     quantkit bench engine --shape llama-3.2-1b --format w4,bf16 --batch 1,64
     quantkit bench engine demo --batch 1,4 --prompt-len 32 --new-tokens 16 --device cpu
     quantkit bench engine --format w4 --speculative draft=shape:llama-3.2-1b:w4,k=4
+    quantkit bench engine --format w4 --no-tables
 
     All requests arrive at once, greedy, the end token ignored. docs/bench.md has the protocol.
     """
@@ -198,7 +201,9 @@ def engine(
     check_shape_name(shape)
     path = where_rows_go(output, not no_save)
     named, sizes = model or shape or DEFAULT_SHAPE, _numbers(batch)
-    rows = measure_engines(named, _split(*formats), sizes, prompt_len, new_tokens, options, path, zeros=zero_weights)
+    rows = measure_engines(
+        named, _split(*formats), sizes, prompt_len, new_tokens, options, path, zeros=zero_weights, tables=not no_tables
+    )
     if as_json:
         print_json(
             {"rows": [row.to_dict() | {"stages_s": row.started.stages, "idle": list(row.times.idle)} for row in rows]}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +32,12 @@ def measure_engines(
     path: Path | None,
     *,
     zeros: bool = False,
+    tables: bool = True,
 ) -> list[EngineRow]:
-    """A row for every format and batch."""
+    """A row for every format and batch; without `tables`, kernels are those of a GPU that nobody has measured."""
     from quantkit.eval.engine.run import Load
     from quantkit.eval.engine.start import CHECKPOINT, formats_of
+    from quantkit.kernels.linear.dispatch import hidden_tables
     from quantkit.runtime.core.options import EngineOptions
 
     if not batches or min(batches) < 1:
@@ -47,15 +51,15 @@ def measure_engines(
     if zeros and names == [CHECKPOINT]:
         raise InputError(f"--zero-weights is for a --shape; '{model}' has weights of its own")
     rows = []
-    with progress_bar("engine") as advance:
-        for row in _rows(model, names, loads, chosen, path, zeros):
+    with progress_bar("engine") as advance, nullcontext() if tables else hidden_tables():
+        for row in _rows(model, names, loads, chosen, path, zeros, "" if tables else ", estimated kernels"):
             rows.append(row)
             advance(f"{row.started.format} b{row.times.load.batch}", len(names) * len(loads))
     return rows
 
 
 def _rows(
-    model: str, formats: list[str], loads: list[Any], options: Any, path: Path | None, zeros: bool
+    model: str, formats: list[str], loads: list[Any], options: Any, path: Path | None, zeros: bool, how: str
 ) -> Iterator[EngineRow]:
     import torch
 
@@ -67,6 +71,7 @@ def _rows(
     bandwidth = None
     for place, name in enumerate(formats):
         engine, started = start(model, name, options, first=place == 0, zeros=zeros)
+        started = replace(started, format=started.format + how)
         if bandwidth is None:
             bandwidth = measure_bandwidth(device)
         for load in loads:

@@ -35,6 +35,14 @@ def test_what_is_said() -> None:
     )
 
 
+@pytest.mark.usefixtures("on_an_h200")
+def test_hidden_tables_are_as_none_at_all() -> None:
+    layers = [layer("int4-g128", 4096, 4096)]
+    with dispatch.hidden_tables():
+        assert "1 of 1 kinds of layers are estimated" in str(describe_layers(layers))
+    assert describe_layers(layers) == "kernels as measured on H100"
+
+
 def test_no_table_is_asked_on_a_cpu() -> None:
     llm = LLM("demo-draft", device="cpu", max_context=64)
     assert kernel_basis.kernel_basis(llm.engine.runner.decoder.weights) is None
