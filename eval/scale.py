@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 
 from quantkit.calibration import Calibration
 from quantkit.defaults import DEVICE, QUALITY_WINDOWS
+from quantkit.devices import on_device, resolve_device
 from quantkit.errors import InputError
 from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.pipeline import quantize
 from quantkit.recipe import load_recipe
-from quantkit.reference import resolve_device
 from quantkit.sources import model_folder
 
 SHARD_TENSORS = 32
@@ -133,7 +133,7 @@ def main() -> None:
             load_recipe(recipe, given.set)
     except InputError as error:  # before a model is made
         parser.error(str(error))
-    with tempfile.TemporaryDirectory() as folder:
+    with on_device(device), tempfile.TemporaryDirectory() as folder:
         model = make_model(given.shape, Path(folder, "model"), blocks=given.blocks, device=device)
         options = {"device": device, "samples": given.samples, "seq_len": given.seq_len}
         options |= {"quality_windows": given.quality_windows, "changes": given.set}

@@ -58,22 +58,33 @@ class Card:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
-def _card(name: str, capability: Capability, processors: int, shared_kib: int, of_processor_kib: int) -> Card:
-    return Card(name, capability, processors, shared_kib << 10, of_processor_kib << 10)
+# KiB that one program may have, by capability; a multiprocessor has one more (CUDA's programming guide).
+_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
-NO_GPU = _card("cpu", (0, 0), 4, 227, 0)  # Triton's interpreter takes any tile, and has no shared memory
-# One for each kind of instructions, the one with the fewest multiprocessors that is common (CUDA's programming guide).
+def absent_card(name: str, capability: Capability, processors: int) -> Card:
+    """A card that need not be here: the rest follows from its capability."""
+    shared = _SHARED[capability]
+    return Card(name, capability, processors, shared << 10, (shared + 1) << 10)
+
+
+NO_GPU = Card("cpu", (0, 0), 4, 227 << 10, 0)  # Triton's interpreter takes any tile, and has no shared memory
+# One for each kind of instructions, the one with the fewest multiprocessors that is common.
 KNOWN = {
     card.target: card
     for card in (
-        _card("A100", (8, 0), 108, 163, 164),
-        _card("RTX 3090", (8, 6), 82, 99, 100),
-        _card("L4", (8, 9), 58, 99, 100),
-        _card("H100", (9, 0), 132, 227, 228),
-        _card("B200", (10, 0), 148, 227, 228),
-        _card("RTX 5090", (12, 0), 170, 99, 100),
+        absent_card("A100", (8, 0), 108),
+        absent_card("RTX 3090", (8, 6), 82),
+        absent_card("L4", (8, 9), 58),
+        absent_card("H100", (9, 0), 132),
+        absent_card("B200", (10, 0), 148),
+        absent_card("RTX 5090", (12, 0), 170),
     )
+}
+# No kernel is compiled for these. People still ask for them, so they are known by the names that `--gpu` takes.
+TOO_OLD = {
+    "t4": Card("Tesla T4", (7, 5), 40, 64 << 10, 64 << 10),
+    "v100": Card("Tesla V100-SXM2-16GB", (7, 0), 80, 96 << 10, 96 << 10),
 }
 _pretended: Card | None = None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.checkpoint import Checkpoint
+from quantkit.devices import resolve_device
 from quantkit.errors import InputError, StorageError
 from quantkit.formats.base import DTYPES, check_choice
 from quantkit.progress import Progress, silent
@@ -37,7 +38,7 @@ def load_reference(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_choice("activations", activations, ("exact", "served"))
-    check_device(device)
+    device = resolve_device(device)
     checkpoint = Checkpoint(model_folder(model))
     dtype = dtype or checkpoint.dtype
     check_choice("dtype", dtype, tuple(DTYPES))
@@ -61,22 +62,6 @@ def load_reference(
         for module in checkpoint.formats:
             serve_inputs(loaded.get_submodule(module), checkpoint, module)
     return loaded
-
-
-def resolve_device(device: str) -> str:
-    """`auto` becomes a GPU where there is one; anything else stays, if it is here."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    check_device(device)
-    return device
-
-
-def check_device(device: str) -> None:
-    """Refuses devices that are not here before anything is loaded."""
-    if device != "cpu" and not device.startswith("cuda"):
-        raise InputError(f"device '{device}' is not known; use cpu or cuda")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise InputError(f"device '{device}' is not available: torch {torch.__version__} sees no GPU; use cpu")
 
 
 def _check_names(skeleton: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quantkit.devices import on_device
 from quantkit.errors import InputError
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.batch import Batch
@@ -45,8 +46,9 @@ def _run(engine: Engine, ids: Tensor, step: int, read: Callable[[Tensor], Tensor
             "use a shorter text or give the engine more kv_tokens"
         )
     try:
-        table = torch.tensor(pages, dtype=torch.int32, device=engine.runner.device)
-        return torch.cat([read(_step(engine, ids, table, start, step)) for start in range(0, len(ids), step)])
+        with on_device(engine.runner.device):
+            table = torch.tensor(pages, dtype=torch.int32, device=engine.runner.device)
+            return torch.cat([read(_step(engine, ids, table, start, step)) for start in range(0, len(ids), step)])
     finally:
         pool.release(pages)
 

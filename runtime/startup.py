@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from quantkit.arch import Config
 from quantkit.checkpoint import Checkpoint, read_json
+from quantkit.devices import on_device
+from quantkit.formats import Format
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
@@ -44,6 +47,7 @@ from quantkit.runtime.sampling.sampler import Sampler
 from quantkit.sources import model_folder
 
 FIRST_GRAPHS = (1,)
+_log = logging.getLogger("quantkit.runtime")
 
 
 @dataclass
@@ -88,7 +92,7 @@ def start_engine(
     try:
         return build_engine(
             checkpoint.config, config, load, size, dtype, options, stages=stages, draft=draft, heads=heads,
-            peers=peers,
+            peers=peers, formats=checkpoint.formats.values(),
         )  # fmt: skip
     except BaseException:
         if peers is not None:
@@ -108,59 +112,63 @@ def build_engine(
     draft: DraftModel | None = None,
     heads: MedusaHeads | None = None,
     peers: PeerRanks | None = None,
+    formats: Iterable[Format] = (),
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
-    With `peers`, sizes and weights are those of rank 0.
+    With `peers`, sizes and weights are those of rank 0. `formats`: one for each quantized layer.
     """
     if peers is None:
         refuse_ranks(options, "random weights")
     ranks = Ranks() if peers is None else peers.ranks
     device = options.torch_device
-    import_ahead(device)
-    own = local_config(config, ranks)
-    check_kernels(own, dtype, options)
-    beside = None if draft is None else draft.config
-    if draft is not None:
-        check_kernels(draft.config, dtype, options)
-        weight_size += draft.size
-    with stages.stage("device"):
-        available = available_to_rank(options, ranks)
-        plan = plan_memory(own, weight_size, dtype, options, available, draft=beside)
-        check_draft_context(draft, plan.max_context)
-    with stages.stage("weights"):
-        weights = load()
-        draft_weights = draft.load(weights) if draft else weights
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    plan = refine_plan(plan, own, dtype, options, beside)
-    if peers is not None:
-        with stages.stage("other ranks"):
-            plan = peers.meet(plan, resident_bytes(weights), config.hidden, dtype, device)
+    with on_device(device):
+        import_ahead(device)
+        own = local_config(config, ranks)
+        card_plan = check_kernels(own, dtype, options, formats)
+        for line in () if card_plan is None else card_plan.warnings:
+            _log.warning(line)
+        beside = None if draft is None else draft.config
+        if draft is not None:
+            check_kernels(draft.config, dtype, options)
+            weight_size += draft.size
+        with stages.stage("device"):
+            available = available_to_rank(options, ranks)
+            plan = plan_memory(own, weight_size, dtype, options, available, draft=beside)
+            check_draft_context(draft, plan.max_context)
+        with stages.stage("weights"):
+            weights = load()
+            draft_weights = draft.load(weights) if draft else weights
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        plan = refine_plan(plan, own, dtype, options, beside)
+        if peers is not None:
+            with stages.stage("other ranks"):
+                plan = peers.meet(plan, resident_bytes(weights), config.hidden, dtype, device)
 
-    def make_drafter(model: DraftModel) -> ModelDrafter:
-        decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
-        cache = allocate_draft_cache(model.config, runner.cache, dtype)
-        rows, graphs = runner.device_rows.alone(), runner.graphs
-        assert options.speculation is not None
-        loop = DraftLoop(
-            decoder, cache, ops_for(device, dtype), rows, most=options.speculation.most, graphs=graphs is not None
-        )
-        prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
-        return ModelDrafter(ModelPart(decoder, cache, rows, prompt_graphs=prompts), loop)
+        def make_drafter(model: DraftModel) -> ModelDrafter:
+            decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
+            cache = allocate_draft_cache(model.config, runner.cache, dtype)
+            rows, graphs = runner.device_rows.alone(), runner.graphs
+            assert options.speculation is not None
+            loop = DraftLoop(
+                decoder, cache, ops_for(device, dtype), rows, most=options.speculation.most, graphs=graphs is not None
+            )
+            prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
+            return ModelDrafter(ModelPart(decoder, cache, rows, prompt_graphs=prompts), loop)
 
-    with stages.stage("cache"):
-        runner = _make_runner(raw, own, weights, plan, dtype, options, peers)
-        speculation = make_speculation(options, draft, make_drafter, heads, runner)
-    with stages.stage("graphs"):
-        runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-    engine = Engine(config, runner, plan, options, speculation, peers or Alone())
-    if options.warm_up and device.type == "cuda":
-        from quantkit.runtime.warm_up import warm_up
+        with stages.stage("cache"):
+            runner = _make_runner(raw, own, weights, plan, dtype, options, peers)
+            speculation = make_speculation(options, draft, make_drafter, heads, runner)
+        with stages.stage("graphs"):
+            runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
+        engine = Engine(config, runner, plan, options, speculation, peers or Alone())
+        if options.warm_up and device.type == "cuda":
+            from quantkit.runtime.warm_up import warm_up
 
-        with stages.stage("warm-up"):
-            warm_up(engine)
-    return engine
+            with stages.stage("warm-up"):
+                warm_up(engine)
+        return engine
 
 
 def _make_runner(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.devices import on_device
 from quantkit.errors import QuantkitError
 from quantkit.eval.compare.asked import Asked, Entry
 from quantkit.eval.compare.commands import commands_of
@@ -82,4 +83,6 @@ def work(job: Job) -> FormatResult:
 
 
 if __name__ == "__main__":
-    work(Job.from_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    given = Job.from_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    with on_device(given.asked.device):
+        work(given)

@@ -8,8 +8,12 @@ sheet gives the rate with sparsity only, half of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from quantkit.kernels.card import Card
 
 DEFAULT_GPU = "h200"  # where none is named and none is here
 
@@ -25,6 +29,8 @@ class Gpu:
     bf16: float
     fp8: float | None
     int8: float | None
+    capability: tuple[int, int] | None  # of its instructions; None: not NVIDIA's
+    processors: int
     reported: tuple[str, ...] = ()  # how the driver calls it
     source: str = "data sheet"
 
@@ -37,6 +43,8 @@ class Gpu:
 def _gpu(
     name: str,
     title: str,
+    capability: tuple[int, int] | None,
+    processors: int,
     gigabytes: float,
     gigabytes_per_second: float,
     teraflops: tuple[float, float | None, float | None],
@@ -44,29 +52,31 @@ def _gpu(
 ) -> Gpu:
     bf16, fp8, int8 = (None if rate is None else rate * 1e12 for rate in teraflops)
     assert bf16 is not None
-    return Gpu(name, title, int(gigabytes * 1e9), gigabytes_per_second * 1e9, bf16, fp8, int8, reported)
+    size, bandwidth = int(gigabytes * 1e9), gigabytes_per_second * 1e9
+    return Gpu(name, title, size, bandwidth, bf16, fp8, int8, capability, processors, reported)
 
 
+_A100_40 = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        # memory GB, bandwidth GB/s, (bf16, fp8, int8) in 10^12 a second
-        _gpu("rtx3090", "RTX 3090", 24, 936, (71, None, 284), "NVIDIA GeForce RTX 3090"),
-        _gpu("rtx4090", "RTX 4090", 24, 1008, (165.2, 330.3, 660.6), "NVIDIA GeForce RTX 4090"),
-        _gpu("rtx5090", "RTX 5090", 32, 1792, (209.5, 419, 838), "NVIDIA GeForce RTX 5090"),
-        _gpu("a10", "A10", 24, 600, (125, None, 250), "NVIDIA A10"),
-        _gpu("l4", "L4", 24, 300, (121, 242.5, 242.5), "NVIDIA L4"),
-        _gpu("a6000", "RTX A6000", 48, 768, (154.8, None, 309.7), "NVIDIA RTX A6000"),
-        _gpu("l40s", "L40S", 48, 864, (362, 733, 733), "NVIDIA L40S"),
-        _gpu("a100-40", "A100 40 GB", 40, 1555, (312, None, 624), "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
-        _gpu("a100-80", "A100 80 GB SXM", 80, 2039, (312, None, 624), "NVIDIA A100-SXM4-80GB"),
-        _gpu("a100-80-pcie", "A100 80 GB PCIe", 80, 1935, (312, None, 624), "NVIDIA A100 80GB PCIe"),
-        _gpu("h100-pcie", "H100 PCIe", 80, 2000, (756.5, 1513, 1513), "NVIDIA H100 PCIe"),
-        _gpu("h100", "H100 SXM", 80, 3350, (989.5, 1979, 1979), "NVIDIA H100 80GB HBM3"),
-        _gpu("h100-nvl", "H100 NVL", 94, 3900, (835.5, 1671, 1671), "NVIDIA H100 NVL"),
-        _gpu("h200", "H200", 141, 4800, (989.5, 1979, 1979), "NVIDIA H200"),
-        _gpu("b200", "B200", 180, 8000, (2250, 4500, 4500), "NVIDIA B200"),
-        _gpu("mi300x", "MI300X", 192, 5300, (1307.4, 2614.9, 2614.9), "AMD Instinct MI300X"),
+        # compute capability, multiprocessors, memory GB, bandwidth GB/s, (bf16, fp8, int8) in 10^12 a second
+        _gpu("rtx3090", "RTX 3090", (8, 6), 82, 24, 936, (71, None, 284), "NVIDIA GeForce RTX 3090"),
+        _gpu("rtx4090", "RTX 4090", (8, 9), 128, 24, 1008, (165.2, 330.3, 660.6), "NVIDIA GeForce RTX 4090"),
+        _gpu("rtx5090", "RTX 5090", (12, 0), 170, 32, 1792, (209.5, 419, 838), "NVIDIA GeForce RTX 5090"),
+        _gpu("a10", "A10", (8, 6), 72, 24, 600, (125, None, 250), "NVIDIA A10"),
+        _gpu("l4", "L4", (8, 9), 58, 24, 300, (121, 242.5, 242.5), "NVIDIA L4"),
+        _gpu("a6000", "RTX A6000", (8, 6), 84, 48, 768, (154.8, None, 309.7), "NVIDIA RTX A6000"),
+        _gpu("l40s", "L40S", (8, 9), 142, 48, 864, (362, 733, 733), "NVIDIA L40S"),
+        _gpu("a100-40", "A100 40 GB", (8, 0), 108, 40, 1555, (312, None, 624), *_A100_40),
+        _gpu("a100-80", "A100 80 GB SXM", (8, 0), 108, 80, 2039, (312, None, 624), "NVIDIA A100-SXM4-80GB"),
+        _gpu("a100-80-pcie", "A100 80 GB PCIe", (8, 0), 108, 80, 1935, (312, None, 624), "NVIDIA A100 80GB PCIe"),
+        _gpu("h100-pcie", "H100 PCIe", (9, 0), 114, 80, 2000, (756.5, 1513, 1513), "NVIDIA H100 PCIe"),
+        _gpu("h100", "H100 SXM", (9, 0), 132, 80, 3350, (989.5, 1979, 1979), "NVIDIA H100 80GB HBM3"),
+        _gpu("h100-nvl", "H100 NVL", (9, 0), 132, 94, 3900, (835.5, 1671, 1671), "NVIDIA H100 NVL"),
+        _gpu("h200", "H200", (9, 0), 132, 141, 4800, (989.5, 1979, 1979), "NVIDIA H200"),
+        _gpu("b200", "B200", (10, 0), 148, 180, 8000, (2250, 4500, 4500), "NVIDIA B200"),
+        _gpu("mi300x", "MI300X", None, 304, 192, 5300, (1307.4, 2614.9, 2614.9), "AMD Instinct MI300X"),
     )
 }
 UNTRIED = {"mi300x": "quantkit's runtime was never run on an MI300X; its figures are the data sheet's arithmetic"}
@@ -74,10 +84,26 @@ UNTRIED = {"mi300x": "quantkit's runtime was never run on an MI300X; its figures
 
 def find_gpu(name: str) -> Gpu:
     """A GPU by its name, whatever its case and with spaces for dashes."""
-    plain = name.strip().lower().replace(" ", "-")
+    plain = _plain(name)
     if plain not in GPUS:
         raise InputError(f"unknown GPU '{name}'; {did_you_mean(plain, GPUS)}")
     return GPUS[plain]
+
+
+def find_card(name: str) -> Card:
+    """The same as kernels see it, also one that is too old for them. Refuses GPUs that are not NVIDIA's."""
+    from quantkit.kernels.card import TOO_OLD, absent_card  # brings torch, which a plan does without
+
+    if _plain(name) in TOO_OLD:
+        return TOO_OLD[_plain(name)]
+    gpu = find_gpu(name)
+    if gpu.capability is None:
+        raise InputError(f"the {gpu.title} has no kernels: quantkit's are compiled for NVIDIA only; see docs/amd.md")
+    return absent_card(gpu.reported[0], gpu.capability, gpu.processors)
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "-")
 
 
 def present_gpu() -> tuple[Gpu | None, str]:

@@ -100,7 +100,8 @@ def _reference_model(model: str | Path, device: str, dtype: str | None) -> Any:
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped]
     from transformers import GenerationConfig
 
-    from quantkit.reference import load_reference, load_tokenizer, resolve_device
+    from quantkit.devices import resolve_device
+    from quantkit.reference import load_reference, load_tokenizer
     from quantkit.sources import model_folder
 
     device = resolve_device(device)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import Format, QuantizedWeight
+from quantkit.formats import CtFloat8, Format, QuantizedWeight
+from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES
 from quantkit.kernels.linear.weight import Choice, Kernel, Untuned, by_name
 from quantkit.kernels.reference import linear as reference
@@ -55,6 +56,13 @@ def matmul(x: Tensor, weight: DecodedWeight, *, bias: Tensor | None = None, out:
         raise InputError(f"linear: x is {str(x.dtype)[6:]}, but must be bfloat16, float16, float32")
     y = reference.linear(x, weight.fmt, weight.quantized, bias)
     return y if out is None else out.copy_(y)
+
+
+def why_card_decodes(fmt: Format, card: Card) -> str | None:
+    """Why a GPU cannot multiply what a format stores, whatever the layer; None where it can."""
+    if isinstance(fmt, CtFloat8) and not card.has_float8:
+        return f"{card.name} has no FP8, which begins with compute capability 8.9"
+    return None
 
 
 def device_of(quantized: QuantizedWeight) -> torch.device:

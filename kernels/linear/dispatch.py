@@ -91,6 +91,9 @@ def cache_folder() -> Path:
 
 def device_name(device: torch.device) -> str:
     """`nvidia-h200` of `NVIDIA H200`."""
-    if device.type != "cuda":
-        return device.type
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    return file_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
+def file_name(gpu: str) -> str:
+    """Of the table of a GPU that its driver calls so."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.formats import CtFloat8, Format, QuantizedWeight
-from quantkit.kernels.card import card_of
+from quantkit.formats import Format, QuantizedWeight
+from quantkit.kernels.card import Card, card_of
 from quantkit.kernels.linear import cpu
-from quantkit.kernels.linear.decoded import DecodedWeight, device_of
+from quantkit.kernels.linear.decoded import DecodedWeight, device_of, why_card_decodes
 from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.dispatch import choose
@@ -30,13 +30,16 @@ def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.
     if device_of(quantized).type != "cuda":
         prepared = cpu.lay_out(fmt, quantized, dtype)
         return prepared or DecodedWeight(fmt, quantized, str(cpu.why_not(quantized)))
-    card = card_of(device_of(quantized))
-    if isinstance(fmt, CtFloat8) and not card.has_float8:
-        return DecodedWeight(fmt, quantized, f"{card.name} has no FP8, which begins with compute capability 8.9")
-    if eight_bit.takes(fmt):
-        return eight_bit.lay_out(fmt, quantized)
-    why_not = weight_only.why_not(quantized)
-    return DecodedWeight(fmt, quantized, why_not) if why_not else weight_only.lay_out(quantized)
+    why_not = why_decoded(fmt, quantized, card_of(device_of(quantized)))
+    if why_not:
+        return DecodedWeight(fmt, quantized, why_not)
+    return eight_bit.lay_out(fmt, quantized) if eight_bit.takes(fmt) else weight_only.lay_out(quantized)
+
+
+def why_decoded(fmt: Format, quantized: QuantizedWeight, card: Card) -> str | None:
+    """Why no kernel of a GPU takes this weight; None where one does."""
+    why_not = why_card_decodes(fmt, card)
+    return why_not if why_not or eight_bit.takes(fmt) else weight_only.why_not(quantized)
 
 
 def prepare_plain(weight: Tensor) -> HalfWeight | None:

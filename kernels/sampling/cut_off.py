@@ -27,7 +27,7 @@ from quantkit.kernels.sampling.weights import LIMIT, STEPS, distance_of, gap_of,
 _TILE = 1024  # tokens in registers at a time
 _EDGES = 16  # distances of the survey: 15 equally far apart (see `_plan`), and the largest one
 _BUCKETS = 8  # that settling divides the window into
-_SLACK = tl.constexpr(1.0 / 4096)  # float32 sums of 262,144 shares, added as a tree, are right to 1e-5
+_SLACK = tl.constexpr(1.0 / 4096)  # float32 sums of 524,288 shares, added as a tree, are right to 1e-5
 
 # State of a row, int64 [FIELDS]; rows of 64 bytes stay aligned.
 FIELDS = tl.constexpr(8)

@@ -4,7 +4,7 @@ Layout   logits [requests, vocab], rows of any stride
 Returns  tokens int64 [requests], the first of equal ones, and their log-probabilities float32 [requests]; token -1 and
          NaN where a logit is NaN or +inf
 Meaning  `reference.sampling.greedy`
-Limits   logits bfloat16, float16 or float32; -inf bans a token; vocab up to 262,144
+Limits   logits bfloat16, float16 or float32; -inf bans a token; vocab up to 524,288
 
 Two launches: each program takes a part of a row, then one program a row takes the best part.
 """
@@ -20,7 +20,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check_rows, check_same_device, check_shape
 from quantkit.kernels.sampling import weights
 
-LARGEST_VOCAB = 262144
+LARGEST_VOCAB = 524288  # twice Gemma 3's; sums of weights would fit 2**24
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import click
 from quantkit.cli.bench_serve import serve_command
 from quantkit.cli.bench_speculative import speculative_command
 from quantkit.cli.bench_step import step_command
-from quantkit.cli.common import json_option, print_json, print_table, progress_bar
+from quantkit.cli.common import device_option, json_option, print_json, print_table, progress_bar
 from quantkit.cli.engine_options import engine_options
 from quantkit.errors import InputError, QuantkitError
 
@@ -53,7 +53,7 @@ command.add_command(step_command)
 @click.option("--against", multiple=True, metavar="PEER", help=_PEERS)
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of activations: bfloat16 or float16.")
 @click.option("--repeat", type=click.IntRange(min=1), metavar="N", help="Timings per number; default: 20, on a CPU 5.")
-@click.option("--device", help="cuda or cpu; default: the GPU where there is one.")
+@device_option
 @click.option(
     "--tune", is_flag=True, help="First find the fastest kernels for these layers on this GPU, and keep them."
 )
@@ -68,7 +68,7 @@ def kernels(
     against: tuple[str, ...],
     dtype: str,
     repeat: int | None,
-    device: str | None,
+    device: str,
     tune: bool,
     explain: bool,
     output: Path | None,
@@ -87,12 +87,13 @@ def kernels(
     Every result is compared with float64 first; one that is wrong gets no time, and the exit code is 1. The limit is
     memory bandwidth or matrix rate, whichever binds, measured in the same run. docs/bench.md has the protocol.
     """
+    from quantkit.devices import resolve_device
     from quantkit.eval.kernels.cases import make_cases
     from quantkit.eval.kernels.peers import choose_peers
     from quantkit.eval.kernels.results import results_path
     from quantkit.eval.kernels.timing import clock_for
 
-    where = _device(device)
+    where = resolve_device(device)
     names, models = _split(*formats) or _split(DEFAULT_FORMATS), _split(*shapes) or [DEFAULT_SHAPE]
     cases = make_cases(names, models, _numbers(tokens), dtype, on_gpu=where != "cpu")
     peers = choose_peers(_split(*against) or None)
@@ -153,18 +154,6 @@ def _numbers(text: str) -> list[int]:
         return [int(number) for number in _split(text)]
     except ValueError:
         raise InputError(f"--m is '{text}', but must be whole numbers such as 1,16,256") from None
-
-
-def _device(asked: str | None) -> str:
-    import torch
-
-    if asked is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked not in ("cuda", "cpu"):
-        raise InputError(f"--device is '{asked}', but must be cuda or cpu")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device is 'cuda', but torch sees no GPU here; use --device cpu")
-    return asked
 
 
 @command.command("engine", short_help="Time whole answers of the engine, many requests at once.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from quantkit.cli.common import json_option, print_json, print_table, progress_bar
+from quantkit.cli.common import device_option, json_option, print_json, print_table, progress_bar
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ Number = TypeVar("Number", int, float)
 @click.option(
     "--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="The median of so many counts."
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@device_option
 @click.option("--dtype", help="Of activations; default: the checkpoint's own, on a CPU float32.")
 @click.option("--kv-dtype", default="auto", show_default=True, help="Of the cache: auto (as activations) or fp8.")
 @click.option("--memory-share", default=0.9, show_default=True, help="Of the GPU's memory that may be used.")

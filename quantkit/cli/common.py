@@ -1,4 +1,4 @@
-"""What commands share: the --json option, tables, progress bars that stay quiet when nobody watches."""
+"""What commands share: the --json and --device options, tables, progress bars that stay quiet when nobody watches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,32 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
+from quantkit.defaults import DEVICE
+from quantkit.devices import NAMES
 from quantkit.progress import Progress
 from quantkit.wording import human_bytes
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the output folder if it is a checkpoint.")
 output_option = click.option("-o", "--output", required=True, metavar="DIR", help="Folder to create.")
+
+
+def _make_current(context: click.Context, option: click.Parameter, name: str) -> str:
+    """Refuses a device that is not here, and makes a GPU that is named current until the command ends."""
+    if name not in ("auto", "cpu") and not context.resilient_parsing:
+        from quantkit.devices import on_device, resolve_device
+
+        context.with_resource(on_device(resolve_device(name)))
+    return name
+
+
+device_option = click.option(
+    "--device",
+    default=DEVICE,
+    show_default=True,
+    callback=_make_current,
+    help=f"{NAMES}; auto: a GPU where there is one.",
+)
 
 
 def print_json(value: Any) -> None:

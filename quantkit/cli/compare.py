@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.common import json_option, print_json, print_table
+from quantkit.cli.common import device_option, json_option, print_json, print_table
 from quantkit.defaults import DEVICE, WINDOW
 from quantkit.errors import InputError, QuantkitError
 from quantkit.wording import human_bytes
@@ -37,7 +37,7 @@ _CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 @click.option("--batch", metavar="N,...", help=f"Requests at once; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}.")
 @click.option("--new-tokens", type=click.IntRange(min=1), metavar="N", help="Of an answer: 256, on a CPU 32.")
 @click.option("--no-reference", is_flag=True, help="Measure quality on quantkit's runtime only, not on transformers.")
-@click.option("--device", default=DEVICE, show_default=True, help="cpu, cuda, or auto.")
+@device_option
 @click.option("--seed", default=0, show_default=True, help="Of calibration, prompts and intervals.")
 @json_option
 def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **options: Any) -> None:
@@ -78,8 +78,8 @@ def run_comparison(model: str, recipes: Sequence[str], output: str, options: dic
 
 def _asked(model: str, options: dict[str, Any]) -> Asked:
     from quantkit.bundled import HELDOUT_TEXT
+    from quantkit.devices import resolve_device
     from quantkit.eval.compare.asked import Asked
-    from quantkit.reference import resolve_device
 
     device = resolve_device(options.get("device", DEVICE))
     gpu = device != "cpu"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from quantkit.cli.common import json_option, print_json
-from quantkit.defaults import DEVICE
+from quantkit.cli.common import device_option, json_option, print_json
 
 RECIPES = ("llm-int8", "nf4", "rtn-w4g128", "gptq-w4g128", "awq-w4g128", "gptq-w3g128")
 SAMPLES = 32  # calibration sequences: a quarter of the usual, so that minutes are enough on two cores
@@ -14,7 +13,7 @@ SAMPLES = 32  # calibration sequences: a quarter of the usual, so that minutes a
 @click.command("demo", short_help="Compare several formats of the bundled model: one report.")
 @click.option("-o", "--output", default="demo-output", show_default=True, metavar="DIR", help="Folder for the results.")
 @click.option("--windows", default=16, show_default=True, type=click.IntRange(min=1), help="Of text, for quality.")
-@click.option("--device", default=DEVICE, show_default=True, help="cpu, cuda, or auto.")
+@device_option
 @json_option
 def command(output: str, windows: int, device: str, as_json: bool) -> None:
     """`quantkit compare` on the bundled model: quantize it in several formats, measure each, write a report.

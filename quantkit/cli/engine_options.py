@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from quantkit.cli.common import progress_bar
+from quantkit.cli.common import device_option, progress_bar
 
 _Command = Callable[..., Any]
 
 _ENGINE = (
-    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    device_option,
     click.option("--dtype", help="Of activations; default: the checkpoint's own, on a CPU float32."),
     click.option("--max-context", type=int, metavar="N", help="Tokens of prompt and answer; default: the model's."),
     click.option("--max-sequences", type=int, metavar="N", help="Answered at once; default: 256, on a CPU 16."),

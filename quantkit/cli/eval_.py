@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.common import json_option, print_json, print_table, progress_bar
-from quantkit.defaults import DEVICE, WINDOW
+from quantkit.cli.common import device_option, json_option, print_json, print_table, progress_bar
+from quantkit.defaults import WINDOW
 
 if TYPE_CHECKING:
     from quantkit.eval.quality.layer_errors import LayerErrors
@@ -40,7 +40,7 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
 @click.option("--exact-activations", is_flag=True,
               help="Round weights only, even where the format rounds activations too.")  # fmt: skip
 @click.option("--dtype", help="float32, bfloat16 or float16; default: float32, for the runtime on a GPU the model's.")
-@click.option("--device", default=DEVICE, show_default=True, help="cpu, cuda, or auto: a GPU where there is one.")
+@device_option
 @click.option("--tensor-parallel", default=1, show_default=True, metavar="N",
               help="Runtime: GPUs among which every layer is divided.")  # fmt: skip
 @click.option("--pipeline-parallel", default=1, show_default=True, metavar="N",
@@ -64,7 +64,7 @@ def command(model: str, base: str | None, tasks: str | None, as_json: bool, **op
     Protocol: text as it is, no special tokens, windows do not overlap, the first token of a window is not scored.
     docs/eval.md says which number to look at.
     """
-    from quantkit.reference import resolve_device
+    from quantkit.devices import resolve_device
 
     asked_of_tasks = {name: options.pop(name) for name in _TASK_OPTIONS}
     options["device"] = resolve_device(options["device"])

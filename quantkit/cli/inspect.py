@@ -11,6 +11,7 @@ from quantkit.errors import InputError
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
+    from quantkit.eval.plan.on_gpu import OnGpu
     from quantkit.inspection import Inspection
     from quantkit.launch import Target
 
@@ -21,6 +22,7 @@ _LAUNCH = "Print commands that serve it with vLLM, SGLang and quantkit; `kuberne
 
 @click.command("inspect", short_help="Show what is inside a checkpoint and which engines load it.")
 @click.argument("checkpoint", required=False)
+@click.option("--gpu", metavar="NAME", help="What the runtime would do on this GPU, here or not: l4, a100-80, h100.")
 @click.option("--launch", is_flag=False, flag_value="commands", metavar="[kubernetes]", help=_LAUNCH)
 @click.option("--tensor-parallel", default=1, metavar="N", help="With --launch: GPUs that share every layer.")
 @click.option("--pipeline-parallel", default=1, metavar="N", help="With --launch: stages of consecutive layers.")
@@ -30,6 +32,7 @@ _LAUNCH = "Print commands that serve it with vLLM, SGLang and quantkit; `kuberne
 @json_option
 def command(
     checkpoint: str | None,
+    gpu: str | None,
     launch: str | None,
     tensor_parallel: int,
     pipeline_parallel: int,
@@ -43,6 +46,7 @@ def command(
     \b
     quantkit inspect demo
     quantkit inspect demo-nf4 --json
+    quantkit inspect org/model-fp8 --gpu a100-80
     quantkit inspect org/model --launch --tensor-parallel 2
     quantkit inspect org/model --launch kubernetes --replicas 1,4 > service.yaml
     """
@@ -51,6 +55,8 @@ def command(
     if checkpoint is None:
         raise InputError("which checkpoint? Give a folder, a hub name or 'demo'")
     if launch is not None:
+        if gpu is not None:
+            raise InputError("--gpu and --launch print different things; give one of them")
         from quantkit.launch import read_target
 
         if launch not in _KINDS:
@@ -63,11 +69,21 @@ def command(
         return
     from quantkit.inspection import inspect_checkpoint
 
+    there = None if gpu is None else _look(checkpoint, gpu)
     found = inspect_checkpoint(checkpoint)
     if as_json:
-        print_json(found.to_dict())
-    else:
-        _print(found)
+        print_json(found.to_dict() | ({} if there is None else {"gpu": there.to_dict()}))
+        return
+    _print(found)
+    if there is not None:
+        print_table(there.title, ("what", "answer"), there.rows())
+        click.echo(there.footer())
+
+
+def _look(checkpoint: str, gpu: str) -> OnGpu:
+    from quantkit.eval.plan.on_gpu import look_on_gpu
+
+    return look_on_gpu(checkpoint, gpu)
 
 
 def _print_commands(target: Target, *, as_json: bool) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.common import json_option, output_option, overwrite_option, print_json, progress_bar
-from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_MB
+from quantkit.cli.common import device_option, json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.defaults import QUALITY_WINDOWS, SHARD_MB
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--samples", type=int, metavar="N", help="Calibration sequences; default: the recipe's, else 128.")
 @click.option("--seq-len", type=int, metavar="N", help="Tokens per calibration sequence; default: 512.")
 @click.option("--seed", type=int, metavar="N", help="Which sequences of the text are taken; default: 0.")
-@click.option("--device", default=DEVICE, show_default=True, help="cpu, cuda, or auto: a GPU where there is one.")
+@device_option
 @click.option(
     "--quality-windows",
     default=QUALITY_WINDOWS,
@@ -69,11 +69,11 @@ def command(
     interrupted goes on where it was when the same command is given again.
     """
     from quantkit.calibration import Calibration
+    from quantkit.devices import resolve_device
     from quantkit.pipeline import quantize
     from quantkit.pipeline.job import prepare
     from quantkit.planning import make_plan
     from quantkit.recipe import load_recipe
-    from quantkit.reference import resolve_device
 
     if shard_size < 1:
         raise click.UsageError(f"--shard-size is {shard_size}, but must be at least 1 MB")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli.common import json_option, print_json, print_table, progress_bar
+from quantkit.cli.common import device_option, json_option, print_json, print_table, progress_bar
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--epochs", default=3, show_default=True, metavar="N", help="Passes over the text.")
 @click.option("--seed", default=0, show_default=True, metavar="N", help="Of samples and of their order.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@device_option
 @json_option
 def command(
     model: str,
@@ -58,8 +58,8 @@ def command(
     Heads guess what MODEL will say, and one step verifies a tree of their guesses; what is said stays the same. Tokens
     per step are measured on answers to text that was not trained on.
     """
+    from quantkit.devices import resolve_device
     from quantkit.medusa.train import TrainOptions, train_medusa
-    from quantkit.reference import resolve_device
 
     options = TrainOptions(
         heads=heads, layers=layers, nodes=nodes, epochs=epochs, self_generated=self_generated, seed=seed

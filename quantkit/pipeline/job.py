@@ -19,13 +19,14 @@ from quantkit.calibration import Calibration, token_windows
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.checkpoint_writer import check_output, check_space
 from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_BYTES, WINDOW
+from quantkit.devices import resolve_device
 from quantkit.errors import InputError
 from quantkit.formats import Format, Shape
 from quantkit.methods import Method, needs_data, package_of
 from quantkit.passes.calibrated import check_folds
 from quantkit.pipeline.target_bits import check_target
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.reference import load_tokenizer, resolve_device
+from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
 
 _PACKAGES = ("quantkit", "torch", "transformers")

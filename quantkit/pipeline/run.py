@@ -10,6 +10,7 @@ from typing import Any
 
 from quantkit.calibration import Calibration
 from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_BYTES
+from quantkit.devices import on_device
 from quantkit.formats import Format
 from quantkit.passes import CalibratedPass, QuantizedBlock, QuantizedLayer, round_blocks
 from quantkit.pipeline.allocation import choose_formats, formats_from_record
@@ -41,7 +42,7 @@ def quantize(
     Methods that need data take it from `calibration`; by default from the recipe, else from the text that ships with
     quantkit. A run that was killed goes on where it was when it is started with the same arguments; `restart` throws
     its work away. Perplexity and KL divergence are measured on `quality_windows` of held-out text; 0 measures nothing.
-    `device` is cpu, cuda or auto: a GPU where there is one.
+    `device` is cpu, cuda, cuda:N or auto: a GPU where there is one.
     """
     job = prepare(
         model,
@@ -54,7 +55,7 @@ def quantize(
         shard_bytes=shard_bytes,
         quality_windows=quality_windows,
     )
-    with Journal(output, job.arguments(), restart=restart) as journal:
+    with on_device(job.device), Journal(output, job.arguments(), restart=restart) as journal:
         chosen, allocation, watch = _decide(job, journal, on_layer)
         _run(job, chosen, journal, watch)
         report = write_checkpoint(job, chosen, journal, allocation=allocation)

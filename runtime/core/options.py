@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.devices import find_device
 from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
 from quantkit.runtime.core.speculative_options import SpeculativeOptions
@@ -19,7 +20,7 @@ KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 class EngineOptions:
     """None: chosen for the model and the device."""
 
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str | None = None  # of activations; None: the checkpoint's own, float32 on a CPU
     max_context: int | None = None  # tokens of a prompt and its answer; None: the model's, as far as memory allows
     max_sequences: int | None = None  # that run at the same time; None: 256, on a CPU 16
@@ -67,13 +68,7 @@ class EngineOptions:
 
     @property
     def torch_device(self) -> torch.device:
-        if self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available()):
-            return torch.device("cpu")
-        if self.device != "auto" and not self.device.startswith("cuda"):
-            raise InputError(f"device '{self.device}' is not known; use auto, cpu or cuda")
-        if not torch.cuda.is_available():
-            raise InputError(f"device '{self.device}' is not available: torch {torch.__version__} sees no GPU; use cpu")
-        return torch.device(self.device) if ":" in self.device else torch.device("cuda", torch.cuda.current_device())
+        return find_device(self.device)
 
     def torch_dtype(self, checkpoint: str) -> torch.dtype:
         """Of activations, for a checkpoint of this dtype."""
@@ -81,7 +76,7 @@ class EngineOptions:
             return DTYPES[self.dtype]
         if self.torch_device.type == "cpu":
             return torch.float32
-        return DTYPES.get(checkpoint, torch.bfloat16) if checkpoint != "float32" else torch.bfloat16
+        return dtype_on_gpu(checkpoint)
 
     @property
     def sequences(self) -> int:
@@ -109,3 +104,8 @@ class EngineOptions:
     def in_stages(self) -> int:
         """Steps on their way through the stages at once."""
         return self.micro_batches or self.pipeline_parallel
+
+
+def dtype_on_gpu(checkpoint: str) -> torch.dtype:
+    """Of activations, for a checkpoint of this dtype: 16 bits."""
+    return torch.float16 if checkpoint == "float16" else torch.bfloat16

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from quantkit.arch import Config
-from quantkit.errors import InputError
+from quantkit.formats import Format
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.decode_graphs import StepGraphs
 from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.kv_cache import allocate_cache
@@ -23,9 +25,6 @@ from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import rope_tables
 from quantkit.runtime.model.tensor_group import Group, OneRank
-
-if TYPE_CHECKING:
-    from quantkit.kernels.card import Card
 
 
 def make_part(
@@ -46,7 +45,7 @@ def make_part(
     """
     cache = allocate_cache(config, plan, dtype, options)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
-    device_rows = DeviceRows(options.sequences, -(-plan.max_context // plan.page_size), options.torch_device, group)
+    device_rows = DeviceRows(options.sequences, plan.max_context, plan.page_size, options.torch_device, group)
     staged = ranks.pipeline > 1
     graphs = prompts = None
     if options.torch_device.type == "cuda" and options.graphs and not staged:
@@ -86,21 +85,18 @@ def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
     )
 
 
-def check_kernels(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> None:
-    """Refuses what this GPU, or attention, has no kernel for, before anything is loaded."""
+def check_kernels(
+    config: ModelConfig, dtype: torch.dtype, options: EngineOptions, formats: Iterable[Format] = ()
+) -> CardPlan | None:
+    """Refuses what this GPU, or attention, has no kernel for, before anything is loaded; None on a CPU.
+
+    `formats`: one for each quantized layer.
+    """
     if options.torch_device.type != "cuda":
-        return
+        return None
     from quantkit.kernels.attention.cache import CacheLayout
     from quantkit.kernels.card import card_of
 
-    check_card(card_of(options.torch_device), options)
+    plan = plan_card(card_of(options.torch_device), formats, options.kv_dtype)
     CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
-
-
-def check_card(card: Card, options: EngineOptions) -> None:
-    """Refuses what a GPU cannot do, in a line that says what to do instead."""
-    has = f"{card.name} has compute capability {card.capability[0]}.{card.capability[1]}"
-    if not card.has_bfloat16:
-        raise InputError(f"{has}, but quantkit's kernels need 8.0 (Ampere) or newer; use --device cpu, or a newer GPU")
-    if options.kv_dtype == "fp8" and not card.has_float8:
-        raise InputError(f"{has}, but a cache in FP8 needs 8.9 (Ada) or newer; leave --kv-dtype out")
+    return plan

@@ -1,6 +1,7 @@
 """What the device keeps of running sequences, one row each: the page table, the last token sampled, and guesses.
 
-The row behind the last one belongs to nobody: padding reads and writes it.
+The row behind the last one belongs to nobody: padding reads and writes it. Its pages are many enough for the longest
+padding, however short contexts are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from quantkit.runtime.core.pages import PADDING_PAGE
 from quantkit.runtime.core.step_plan import FROM_ROW, MOST_GUESSES
 from quantkit.runtime.device.step_inputs import StepInputs
 from quantkit.runtime.model.tensor_group import Group, OneRank
+
+LONGEST_PADDING = 1024  # tokens of a step that nobody asked for: what fills up a graph of prompts
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,20 @@ class DeviceRows:
     def __init__(
         self,
         num_rows: int,
-        table_width: int,
+        max_context: int,
+        page_size: int,
         device: torch.device,
         group: Group = OneRank(),  # noqa: B008  (has no state)
     ) -> None:
         """Of a `group` of ranks that all have such rows, the first one's tokens count."""
         self.num_rows = num_rows
+        self.max_context = max_context
         self.device = device
         self._group = group
         shape = (num_rows + 1, 1 + MOST_GUESSES)  # the last token, guesses
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.page_table = torch.full((num_rows + 1, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
+        shape = (num_rows + 1, -(-max(max_context, LONGEST_PADDING) // page_size))
+        self.page_table = torch.full(shape, PADDING_PAGE, dtype=torch.int32, device=device)
 
     def alone(self) -> DeviceRows:
         """The same rows for a model that this rank runs alone, as a draft: no other rank is asked for tokens."""

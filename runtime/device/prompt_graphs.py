@@ -17,13 +17,13 @@ from torch import Tensor
 
 from quantkit.runtime.core.step_result import LogitsRows
 from quantkit.runtime.device.decode_graphs import capture_graph
-from quantkit.runtime.device.device_rows import DeviceRows
+from quantkit.runtime.device.device_rows import LONGEST_PADDING, DeviceRows
 from quantkit.runtime.device.step_inputs import StepInputs
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
 
-TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
-MOST_TOKENS = TOKENS[-1]
+MOST_TOKENS = LONGEST_PADDING
+TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, MOST_TOKENS)
 _FEW = 8  # sequences
 
 
@@ -110,7 +110,7 @@ def _padded_numbers(inputs: StepInputs, key: PromptKey, nobody: int, page_size: 
     token_rows = [row for row, count in zip(inputs.rows, inputs.num_new, strict=True) for _ in range(count)]
     columns = (
         [*inputs.ids, *[0] * padding],
-        [*inputs.positions, *slots_in_page],
+        [*inputs.positions, *[0] * padding],
         [*inputs.kv_slots, *slots_in_page],
         [*token_rows, *[nobody] * padding],
         [*inputs.rows, *[nobody] * (unused + 1)],

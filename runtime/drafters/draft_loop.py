@@ -94,8 +94,7 @@ class DraftLoop:
         right = tossed[at[:, 1:]].bool() if coins else sampled[:, :-1] == given[:, 1:]
         accepted = (right & (ahead[:-1] < guesses[:, None])).int().cumprod(1).sum(1)
         last = torch.stack([given, sampled]).gather(2, accepted.expand(2, -1)[:, :, None])[:, :, 0]
-        reach = self._device_rows.page_table.shape[1] * self._cache.page_size
-        position = (step.positions[first] + accepted + 1).clamp(max=reach - 1)
+        position = (step.positions[first] + accepted + 1).clamp(max=self._device_rows.max_context - 1)
         return self._run(inputs, torch.cat([last, position[None]]))
 
     def _run(self, inputs: LoopInputs, found: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
+from quantkit.devices import on_device
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
@@ -159,13 +160,14 @@ class Engine:
         Where nobody can go on without these tokens, as in speculation, they are looked at first.
         """
         self._outputs = []
-        if self._in_flight and self._nobody_can_go_on():
-            self._take(self._in_flight.popleft())
-        launched = self._launch()
-        if launched is not None:
-            self._in_flight.append(launched)
-        if len(self._in_flight) > (self._ahead if launched is not None else 0):
-            self._take(self._in_flight.popleft())
+        with on_device(self.runner.device):  # whichever thread this is
+            if self._in_flight and self._nobody_can_go_on():
+                self._take(self._in_flight.popleft())
+            launched = self._launch()
+            if launched is not None:
+                self._in_flight.append(launched)
+            if len(self._in_flight) > (self._ahead if launched is not None else 0):
+                self._take(self._in_flight.popleft())
         return self._outputs
 
     def _nobody_can_go_on(self) -> bool:

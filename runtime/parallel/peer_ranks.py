@@ -187,6 +187,11 @@ def _check_devices(options: EngineOptions, ranks: Ranks, launcher: Launcher) -> 
             f"{shape} needs {ranks.world} GPUs, but torch sees {launcher.devices}; use fewer ranks, or show it more "
             "with CUDA_VISIBLE_DEVICES"
         )
+    if launcher.devices is not None and options.torch_device.index != 0:
+        raise InputError(
+            f"{shape} gives rank 0 the first GPU, but {options.torch_device} is current in this thread; choose GPUs "
+            "with CUDA_VISIBLE_DEVICES instead"
+        )
 
 
 def _check_speculation(options: EngineOptions) -> None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from quantkit.checkpoint import Checkpoint
+from quantkit.devices import on_device
 from quantkit.errors import QuantkitError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_part
@@ -52,7 +53,8 @@ def run_worker(ranks: Ranks, address: Address, model: str, options: EngineOption
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
     try:
-        Worker(ranks, channel, inbox, *_load(ranks, address, model, options, channel, inbox)).run()
+        with on_device(options.torch_device):
+            Worker(ranks, channel, inbox, *_load(ranks, address, model, options, channel, inbox)).run()
     except BaseException as error:
         channel.say(_describe(error))
         raise
@@ -76,8 +78,6 @@ def _load(
     inbox: queue.Queue[Frame],
 ) -> tuple[ModelPart, Pipeline]:
     device = options.torch_device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     checkpoint = Checkpoint(model_folder(model))
     config = read_model_config(checkpoint.config)
     local, dtype = local_config(config, ranks), options.torch_dtype(checkpoint.dtype)

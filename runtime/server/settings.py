@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from quantkit.devices import NAMES, is_device_name
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.server.config_file import (
     KEYS_VARIABLE,
@@ -46,7 +47,6 @@ ENGINE_OPTIONS = (
 )
 _ORIGIN = re.compile(r"https?://[^/\s]+|\*")
 _AMOUNT = re.compile(r"\d{1,9}(\.\d{1,9})?")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MUST_BE = {  # by pydantic's kind of error
     "bool_type": "true or false",
     "float_type": "a number",
@@ -110,7 +110,7 @@ class ServerSettings(BaseModel):
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = Field(
         "auto", description="How the model writes tool calls; auto: from its chat template."
     )
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", description=f"{NAMES}.")
     dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
         None, description="Of activations; default: the checkpoint's own, on a CPU float32."
     )
@@ -144,8 +144,8 @@ class ServerSettings(BaseModel):
     @field_validator("device")
     @classmethod
     def _known_device(cls, device: str) -> str:
-        if not _DEVICE.fullmatch(device):
-            raise ValueError("auto, cpu, cuda or cuda:N")
+        if not is_device_name(device):
+            raise ValueError(NAMES)
         return device
 
     @field_validator("cors_origins")

@@ -117,7 +117,7 @@ def test_where_rows_go(run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (("--m", "1,two"), ("--m is '1,two'", "whole numbers")),
         (("--m", "0"), ("1 or more",)),
         (("--dtype", "float32"), ("bfloat16 or float16",)),
-        (("--device", "tpu"), ("cuda or cpu",)),
+        (("--device", "tpu"), ("'tpu'", "auto, cpu, cuda or cuda:N")),
         (("--output", "missing/kernels.csv"), ("missing", "does not exist")),
         (("--output", "kernels.csv", "--no-save"), ("--output", "--no-save")),
     ],

@@ -9,13 +9,11 @@ from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtPacked
 from quantkit.kernels.attention.decode_plan import decode_config, favoured_config
 from quantkit.kernels.attention.prefill import prefill_config
-from quantkit.kernels.card import KNOWN, NO_GPU, Card, card_of, pretend
+from quantkit.kernels.card import KNOWN, NO_GPU, TOO_OLD, Card, card_of, pretend
 from quantkit.kernels.linear.weight_only import hopper
 from quantkit.kernels.linear.weight_only.weight import lay_out
-from quantkit.runtime.core.options import EngineOptions
-from quantkit.runtime.device.build import check_card
+from quantkit.runtime.device.card_plan import plan_card
 
-TURING = Card("T4", (7, 5), 40, 64 << 10, 64 << 10)
 SHAPES = list(itertools.product((64, 128, 256), (1, 2), (1, 16, 32, 64), (1, 64, 4096)))
 
 
@@ -73,19 +71,22 @@ def test_fp8_is_decoded_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("card", "options", "words"),
+    ("card", "kv_dtype", "words"),
     [
-        (TURING, {}, "T4 has compute capability 7.5, but quantkit's kernels need 8.0"),
-        (KNOWN["sm_80"], {"kv_dtype": "fp8"}, "A100 has compute capability 8.0, but a cache in FP8 needs 8.9"),
-        (KNOWN["sm_80"], {}, ""),
-        (KNOWN["sm_89"], {"kv_dtype": "fp8"}, ""),
+        (TOO_OLD["t4"], "auto", "Tesla T4 has compute capability 7.5, but quantkit's kernels need 8.0"),
+        (TOO_OLD["v100"], "auto", "Tesla V100-SXM2-16GB has compute capability 7.0, but quantkit's kernels need 8.0"),
+        (KNOWN["sm_80"], "fp8", "A100 has compute capability 8.0, but a cache in FP8 needs 8.9"),
     ],
 )
-def test_what_a_card_cannot_do_is_refused_in_a_line(card: Card, options: dict[str, str], words: str) -> None:
-    asked = EngineOptions(device="cpu", **options)  # type: ignore[arg-type]
-    if not words:
-        check_card(card, asked)
-        return
+def test_what_a_card_cannot_do_is_refused_in_a_line(card: Card, kv_dtype: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
-        check_card(card, asked)
+        plan_card(card, [], kv_dtype)
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_card_does_in_another_way_is_a_warning() -> None:
+    formats = [CtFloat8(), CtFloat8(), CtPacked()]
+    (line,) = plan_card(KNOWN["sm_80"], formats).warnings
+    assert line.startswith("A100 has no FP8, which begins with compute capability 8.9: 2 layers are decoded")
+    assert plan_card(KNOWN["sm_89"], formats, "fp8").warnings == ()
+    assert plan_card(KNOWN["sm_80"], [CtPacked()]).warnings == ()

@@ -118,6 +118,22 @@ def test_slices_of_few_tokens_change_nothing(tokens: int, name: str, device: str
         assert torch.equal(few.outliers[:count], many.outliers[:count])
 
 
+@pytest.mark.parametrize(("tokens", "name"), [(3, "llm-int8"), (12, "llm-int8"), (40, "llm-int8"), (66, "w8a8")])
+def test_rows_that_no_program_holds_whole(tokens: int, name: str, device: str) -> None:
+    """Qwen2.5 7B's own: more columns than fit registers, or the shared memory in which outliers are counted."""
+    fmt = FORMATS[name]
+    x = make_x(tokens, 18944, torch.bfloat16, device)
+    _, weight = make(fmt, 8, x)
+    rows = quantize_rows(x, weight)
+    expected = (x.to(torch.float16).abs() >= 6).any(0).nonzero().flatten() if rows.outliers is not None else []
+    if rows.outliers is not None:
+        assert rows.outliers[1 : 1 + int(rows.outliers[0])].tolist() == expected.tolist()
+    steps = (rows.codes.float() - fmt.served_inputs(x.float()) / rows.scales).abs()
+    steps[:, expected] = 0
+    assert float(steps.max()) < 1.001
+    assert float((steps > 1e-3).float().mean()) < 1e-3  # a tie may break the other way
+
+
 def with_outliers(count: int, tokens: int, inputs: int, dtype: torch.dtype, device: str) -> Tensor:
     """Exactly `count` outlier columns, each in one token only: the first and the last column are among them."""
     generator = torch.Generator().manual_seed(count)

@@ -99,7 +99,7 @@ def test_rows_that_the_copy_engine_cannot_take() -> None:
 def test_more_programs_than_flags_are_refused() -> None:
     weight = lay_out(FORMATS["w4g128"].quantize(torch.randn(128, 256, device="cuda")))
     x = torch.randn(64 * 2000, 256, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(InputError, match="at most 2048 can"):
+    with pytest.raises(InputError, match="at most 2047 can"):
         hopper.matmul(x, weight, HopperConfig(64, 6, 2))
 
 

@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "defaults": set(),
     "strict_yaml": set(),
     "threads": set(),
+    "devices": {"errors"},
     "formats": {"errors"},
     "stages": set(),
     "arch": {"errors", "stages"},
@@ -41,11 +42,11 @@ ALLOWED: dict[str, set[str]] = {
     "served": {"checkpoint"},
     "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "stages"},
     "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"},
-    "reference": {"errors", "formats", "checkpoint", "served", "sources"},
+    "reference": {"errors", "formats", "checkpoint", "devices", "served", "sources"},
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "passes", "reference"}
-ALLOWED["pipeline"] |= {"stages", "storage", "checksums", "wording"}
+ALLOWED["pipeline"] |= {"devices", "stages", "storage", "checksums", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
@@ -55,6 +56,7 @@ ALLOWED["runtime"] = {
     "formats",
     "arch",
     "checkpoint",
+    "devices",
     "inspection",
     "kernels",
     "recipe",

@@ -162,7 +162,7 @@ def test_calibration_that_cannot_work(assert_refused: Refused, tmp_path: Path) -
 
 
 def test_devices_that_are_not_here(assert_refused: Refused, tmp_path: Path) -> None:
-    assert_refused(tmp_path, "eval", "demo-draft", "--device", "tpu", words=("'tpu'", "cpu or cuda"))
+    assert_refused(tmp_path, "eval", "demo-draft", "--device", "tpu", words=("'tpu'", "auto, cpu, cuda or cuda:N"))
     if not torch.cuda.is_available():
         assert_refused(tmp_path, "generate", "demo-draft", "x", "--device", "cuda", words=("sees no GPU",))
 

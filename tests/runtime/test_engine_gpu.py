@@ -163,3 +163,19 @@ def test_logits_that_are_not_finite_end_one_answer(
     torch.cuda.synchronize()
     monkeypatch.undo()
     assert len(llm.generate([[9, 8, 7]], params)[0].answers[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("max_context", [128, 240, 512])
+def test_contexts_shorter_than_the_padding_of_a_graph(max_context: int) -> None:
+    """A graph of 768 tokens for 520, say: what is missing has no page of a sequence, however short contexts are."""
+    sizes = {"max_context": max_context, "max_sequences": 9, "share_prefixes": False}
+    plain = LLM("demo", device="cuda", dtype="bfloat16", graphs=False, **sizes)
+    graphed = LLM("demo", device="cuda", dtype="bfloat16", **sizes)
+    generator = random.Random(max_context)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2)
+    for length, count in ((1, 1), (17, 1), (max_context - 8, 1), (65, 8), (100, 9), (max_context - 8, 3)):
+        vocab = plain.engine.config.vocab
+        prompts = [[generator.randrange(vocab) for _ in range(length)] for _ in range(count)]
+        for alone, found in zip(plain.generate(prompts, params), graphed.generate(prompts, params), strict=True):
+            assert_same_within_noise(found.answers[0].token_ids, alone)
+    graphed.engine.check_integrity()

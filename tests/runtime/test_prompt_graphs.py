@@ -50,6 +50,24 @@ def test_answers_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     llm.engine.check_integrity()
 
 
+@pytest.mark.parametrize("max_context", [8, 128, 250])
+def test_padding_longer_than_any_context(max_context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many short prompts that what is missing to the next size is more than one sequence may have."""
+    options: dict[str, Any] = {"max_sequences": 8, "max_context": max_context, "share_prefixes": False}
+    prompts = [list(range(3 + start, 3 + start + min(max_context - 4, 70))) for start in range(8)]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    expected = LLM("demo-draft", device="cpu", **options).generate(prompts, params)
+    llm, made = padded(monkeypatch, **options)
+    graphs = llm.engine.runner.part.prompt_graphs
+    assert graphs is not None
+    monkeypatch.setattr(graphs, "_padded", lambda inputs: PromptKey(TOKENS[-1], 9))
+    found = llm.generate(prompts, params)
+    assert [one.answers[0].token_ids for one in found] == [one.answers[0].token_ids for one in expected]
+    assert made
+    part = llm.engine.runner.part
+    assert part.device_rows.page_table.shape[1] * part.cache.page_size >= TOKENS[-1]
+
+
 def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, made = padded(monkeypatch, max_sequences=20)
     graphs = llm.engine.runner.part.prompt_graphs

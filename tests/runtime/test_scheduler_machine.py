@@ -77,6 +77,8 @@ class Guesser:
 class PaperRunner:
     """Does what `Runner` documents, with lists. A step is done when it is launched; the host asks for it later."""
 
+    device = "cpu"
+
     def __init__(self, pages: int, page_size: int, rows: int, width: int) -> None:
         self.size = page_size
         self.pages = [[0] * page_size for _ in range(pages)]

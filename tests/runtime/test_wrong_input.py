@@ -270,7 +270,9 @@ def test_contexts_that_the_model_or_the_cache_lacks(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": "gpu"}, ("'gpu'", "auto, cpu or cuda")),
+        ({"device": "gpu"}, ("'gpu'", "auto, cpu, cuda or cuda:N")),
+        ({"device": "cuda:-1"}, ("'cuda:-1'", "auto, cpu, cuda or cuda:N")),
+        ({"device": 1}, ("device 1", "auto, cpu, cuda or cuda:N")),
         ({"dtype": "int8"}, ("dtype", "int8", "bfloat16")),
         ({"kv_dtype": "fp4"}, ("kv_dtype", "fp4", "fp8")),
         ({"max_context": 0}, ("max_context is 0",)),

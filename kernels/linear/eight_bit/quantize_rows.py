@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.eight_bit.outliers import (
     FEW_TOKENS,
@@ -36,6 +37,8 @@ from quantkit.kernels.linear.eight_bit.outliers import (
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 
 _ONE_LAUNCH = 8  # tokens up to which every program looks for outliers in all of them, instead of a kernel before
+_MOST_HELD = 16384  # columns of a row that one program holds in registers; longer rows are read in pieces
+_BYTES_TO_LIST = 8.1  # of shared memory, for each column that `tl.cumsum` counts
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,13 @@ def _quantize_rows(
     FLOAT8: tl.constexpr,
     FIND: tl.constexpr,
     INTERPRET: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
     SLICE: tl.constexpr,
+    WHOLE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Program (i, j) writes slice j of token i; what the whole row decides, every program finds out for itself."""
+    """Program (i, j) writes slice j of token i; what the whole row decides, every program finds out for itself, unless
+    its slice is the whole row."""
     wait_for_last(CHAINED)
     token = tl.program_id(0)
     begin = x + token.to(tl.int64) * x_stride
@@ -93,17 +98,20 @@ def _quantize_rows(
     column = first + tl.arange(0, SLICE)
     value = tl.load(begin + column, mask=column < inputs, other=0.0)
     stored = codes + token.to(tl.int64) * columns + column
-    of_row, row = column, value
-    if SLICE < WIDTH and (ACTIVATIONS == "outliers" or ACTIVATIONS == "token"):
-        of_row = tl.arange(0, WIDTH)
-        row = tl.load(begin + of_row, mask=of_row < inputs, other=0.0)
     if ACTIVATIONS == "outliers":
-        found = _outlier_columns(x, flags, of_row, tokens, shares, inputs, columns, x_stride, threshold, FIND)
-        largest = tl.max(tl.abs(without_outliers(row, found)), axis=0)
-        count = tl.sum(found, axis=0)
-        before = 0
-        if SLICE < WIDTH:
-            before = tl.sum(tl.where(of_row < first, found, 0), axis=0)
+        if WHOLE:
+            found = _outlier_columns(x, flags, column, tokens, shares, inputs, columns, x_stride, threshold, FIND)
+            largest = tl.max(tl.abs(without_outliers(value, found)), axis=0)
+            before, count = 0, tl.sum(found, axis=0)
+        else:
+            before, count, largest = 0, 0, 0.0
+            for start in range(0, columns, PIECE):
+                of_row = start + tl.arange(0, PIECE)
+                row = tl.load(begin + of_row, mask=of_row < inputs, other=0.0)
+                found = _outlier_columns(x, flags, of_row, tokens, shares, inputs, columns, x_stride, threshold, FIND)
+                largest = tl.maximum(largest, tl.max(tl.abs(without_outliers(row, found)), axis=0))
+                count += tl.sum(found, axis=0)
+                before += tl.sum(tl.where(of_row < first, found, 0), axis=0)
             found = _outlier_columns(x, flags, column, tokens, shares, inputs, columns, x_stride, threshold, FIND)
         if token == 0:
             if first == 0:
@@ -125,7 +133,12 @@ def _quantize_rows(
         if ACTIVATIONS == "static":
             scale = tl.load(input_scale)
         else:
-            largest = tl.max(tl.abs(row.to(tl.float32)), axis=0)
+            largest = tl.max(tl.abs(value.to(tl.float32)), axis=0)
+            if not WHOLE:
+                for start in range(0, columns, PIECE):
+                    of_row = start + tl.arange(0, PIECE)
+                    row = tl.load(begin + of_row, mask=of_row < inputs, other=0.0)
+                    largest = tl.maximum(largest, tl.max(tl.abs(row.to(tl.float32)), axis=0))
             if FLOAT8:
                 scale = tl.div_rn(tl.where(largest == 0, 448.0, largest), 448.0)
             else:
@@ -165,8 +178,10 @@ def quantize_rows(x: Tensor, weight: EightBitWeight) -> QuantizedRows:
             return QuantizedRows(codes, scales, *split_columns(x, weight, codes, scales))
         outliers = torch.empty(1 + columns, dtype=torch.int32, device=x.device)
         flags = find_few(x, weight) if tokens > _ONE_LAUNCH else None
-    width = triton.next_power_of_2(columns)
-    part = _slice(width, tokens, weight.activations)
+    piece = min(triton.next_power_of_2(columns), _MOST_HELD)
+    part = _slice(piece, tokens, weight.activations)
+    if weight.activations == "outliers":
+        part = min(part, _most_listed(x.device))
     _quantize_rows[(tokens, triton.cdiv(columns, part))](
         x,
         codes,
@@ -184,12 +199,18 @@ def quantize_rows(x: Tensor, weight: EightBitWeight) -> QuantizedRows:
         FLOAT8=weight.code_type == "fp8",
         FIND=tokens <= _ONE_LAUNCH,
         INTERPRET=triton.knobs.runtime.interpret,
-        WIDTH=width,
+        PIECE=piece,
         SLICE=part,
-        num_warps=warps_of_row(width, tokens) if part == width else 8,
+        WHOLE=part >= columns,
+        num_warps=warps_of_row(part, tokens) if part == piece else 8,
         **chained(x.device),
     )
     return QuantizedRows(codes, scales, outliers, None)
+
+
+def _most_listed(device: torch.device) -> int:
+    """Columns that one program can number with the shared memory of its GPU, a power of two."""
+    return 1 << (int(card_of(device).shared / _BYTES_TO_LIST).bit_length() - 1)
 
 
 def _slice(width: int, tokens: int, activations: str) -> int:

@@ -87,8 +87,8 @@ def matmul(
     token_tiles = triton.cdiv(x.shape[0], config.tokens)
     tiles = token_tiles * triton.cdiv(weight.outputs, config.outputs)
     share = shares(tiles, weight.chunks, config.splits, card_of(x.device).processors)
-    if share.cut and share.programs * groups > TICKETS:
-        raise InputError(f"{NAME}: {share.programs} programs share tiles, but at most {TICKETS // groups} can")
+    if share.cut and share.programs * groups >= TICKETS:  # the last ticket counts the programs that have started
+        raise InputError(f"{NAME}: {share.programs} programs share tiles, but at most {(TICKETS - 1) // groups} can")
     parts = share.programs * config.outputs * config.tokens if share.cut else 0
     copies = 0 if weight.table is None else COPIES
     text, constraints = assembly(weight.code_type, PTX[x.dtype], weight.table_values, weight.zero_points, copies)
@@ -116,6 +116,7 @@ def matmul(
         1 if weight.one_group else weight.inputs // weight.group,
         token_tiles,
         y.stride(0),
+        COUNTER=TICKETS - 1 if share.cut else -1,
         **weight.constants(),
         WHOLE_CHUNKS=weight.inputs % CHUNK == 0,
         HAS_BIAS=bias is not None,

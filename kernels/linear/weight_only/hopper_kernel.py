@@ -27,6 +27,7 @@ from quantkit.kernels.linear.weight_only.hopper_shares import (
     next_place,
     place_of,
     program_of,
+    started_before,
     store_part,
 )
 from quantkit.kernels.linear.weight_only.hopper_unpack import decode, finish_scales, load_words, prefetch
@@ -195,6 +196,7 @@ def hopper_kernel(
     groups,
     token_tiles,
     y_stride,
+    COUNTER: gl.constexpr,
     KIND: gl.constexpr,
     GROUP: gl.constexpr,
     ONE_GROUP: gl.constexpr,
@@ -216,7 +218,6 @@ def hopper_kernel(
     CHAINED: gl.constexpr,
 ):
     """`GROUPS` (2 or 3) groups of four warps share a tile; `hopper_shares.py` says which chunks a program has."""
-    program = gl.num_programs(0) - 1 - gl.program_id(0)  # those that are waited for start first
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, 128], x.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -227,6 +228,8 @@ def hopper_kernel(
     if PAIRS != "":
         gl.inline_asm_elementwise(PAIRS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     wait_for_last(CHAINED)
+    before = gl.program_id(0) if COUNTER < 0 else started_before(flags + COUNTER)
+    program = gl.num_programs(0) - 1 - before  # those that are waited for start first
     barrier()
     shared = (x_smem, x_full, x_empty, words, high, scales, zeros, nested_table, nested_scales, nested_offsets, bias, y,
               parts, flags, program, per, extra, tokens, outputs, rows, chunks, groups, token_tiles,

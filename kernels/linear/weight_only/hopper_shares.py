@@ -9,8 +9,9 @@ some whole tiles, then the beginning of another. Whoever has the beginning of a 
     beginning of a tile  waits until all others of the tile have counted, adds their parts in order, stores
 
 A beginning is the last thing that its program does, an end the first, so parts are mostly there when they are wanted.
-Nothing depends on timing but the waiting: the same call gives the same bits. A program waits only for programs that the
-GPU started before it, and only for what these do first, without waiting themselves: none waits for ever.
+Nothing depends on timing but the waiting: the same call gives the same bits. Programs take their numbers from a counter
+as they start, the highest first. So a program waits only for programs that have started before it, and only for what
+these do first, without waiting themselves: whatever order a GPU starts them in, none waits for ever.
 """
 
 from __future__ import annotations
@@ -39,6 +40,15 @@ def shares(tiles: int, chunks: int, splits: int, processors: int) -> Shares:
     programs = min(units, tiles * splits if splits else processors)
     per, extra = divmod(units, programs)
     return Shares(programs, per, extra, extra > 0 or per % chunks > 0)
+
+
+@gluon.jit
+def started_before(counter):
+    """How many programs of this launch have started before this one; the last one sets the counter back."""
+    count = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+    if count == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+    return count
 
 
 @gluon.jit

@@ -1,0 +1,101 @@
+"""What the runtime would do with a checkpoint on a GPU that need not be here. Headers are read, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.eval.plan.gpus import Gpu, find_card, find_gpu
+from quantkit.formats import Format
+from quantkit.kernels.card import Card
+from quantkit.kernels.linear.eight_bit.weight import takes
+from quantkit.kernels.linear.op import why_decoded
+from quantkit.runtime.core.options import dtype_on_gpu
+from quantkit.runtime.device.card_plan import CardPlan, plan_card
+from quantkit.runtime.device.memory import weight_bytes
+from quantkit.sources import model_folder
+from quantkit.wording import human_bytes
+
+_ROWS = 128  # outputs of a layer that stands for others of its format: what kernels take depends on inputs only
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """One checkpoint on one GPU that the runtime does not refuse."""
+
+    model: str
+    gpu: Gpu
+    plan: CardPlan
+    kernels: Mapping[str, str]  # scheme -> what multiplies it
+    weights: int  # bytes
+
+    @property
+    def title(self) -> str:
+        return f"On one {self.gpu.title}, compute capability {_version(self.plan.card)}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What is asked, and the answer, for people."""
+        plan = self.plan
+        defaults = "no: the card's defaults are taken; `quantkit bench kernels --tune` on it makes a table"
+        fits = "" if self.weights < self.gpu.memory else ", which is not enough"
+        return [
+            *self.kernels.items(),
+            ("Hopper's own kernels", "yes" if plan.has_hopper_kernels else "no: Triton's do the same"),
+            ("measured kernels", "yes" if plan.is_measured else defaults),
+            ("FP8 cache", "yes" if plan.has_fp8_cache else "no (needs 8.9)"),
+            ("weights", f"need {human_bytes(self.weights)} of {human_bytes(self.gpu.memory)}{fits}"),
+        ]
+
+    def footer(self) -> str:
+        more = f"`quantkit plan {self.model} --gpu {self.gpu.name}` says how many requests fit, and how fast they are."
+        return "\n".join([*self.plan.warnings, more])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.gpu.name,
+            "title": self.gpu.title,
+            "capability": _version(self.plan.card),
+            "processors": self.plan.card.processors,
+            "kernels": dict(self.kernels),
+            "hopper_kernels": self.plan.has_hopper_kernels,
+            "measured_kernels": self.plan.is_measured,
+            "fp8_cache": self.plan.has_fp8_cache,
+            "weight_bytes": self.weights,
+            "memory_bytes": self.gpu.memory,
+            "warnings": list(self.plan.warnings),
+        }
+
+
+def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
+    """Refuses GPUs that are unknown, too old or not NVIDIA's, as an engine there would."""
+    card = find_card(gpu)
+    checkpoint = Checkpoint(model_folder(model))
+    plan = plan_card(card, checkpoint.formats.values())
+    weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
+    return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
+
+
+def _kernels(checkpoint: Checkpoint, card: Card) -> dict[str, str]:
+    """For every scheme; where its layers differ, what is true of the first comes first."""
+    kinds = {(fmt, checkpoint.layer_shape(module)[1]): None for module, fmt in checkpoint.formats.items()}
+    found: dict[str, dict[str, None]] = {}
+    for fmt, inputs in kinds:
+        found.setdefault(f"{fmt.name} {fmt.describe()}", {})[_kernel(fmt, inputs, card)] = None
+    return {scheme: "; ".join(answers) for scheme, answers in found.items()} or {"16-bit layers": "16-bit kernels"}
+
+
+def _kernel(fmt: Format, inputs: int, card: Card) -> str:
+    """Asked of a layer of ones: act-order, which only the weights know, may still stand in the way."""
+    why_not = why_decoded(fmt, fmt.quantize(torch.ones(_ROWS, inputs)), card)
+    if why_not:
+        return f"decoded in every step: {why_not}"
+    return "8-bit kernels" if takes(fmt) else "weight-only kernels"
+
+
+def _version(card: Card) -> str:
+    return f"{card.capability[0]}.{card.capability[1]}"
