@@ -74,4 +74,4 @@ def _small(dtype: torch.dtype) -> None:
 def _sample(dtype: torch.dtype) -> None:
     floats, integers = _empty(_MANY, dtype=torch.float32), _empty(_MANY, dtype=torch.int64)
     counts = _empty(_MANY, dtype=torch.int32)
-    sample(_empty(_MANY, 262_144, dtype=dtype), floats, counts, floats, floats, integers, integers)
+    sample(_empty(_MANY, 262_208, dtype=dtype), floats, counts, floats, floats, integers, integers)

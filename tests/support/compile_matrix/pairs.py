@@ -14,7 +14,15 @@ from compile_matrix.recorder import Launch, recording
 from quantkit.kernels.card import KNOWN, Card, pretend
 
 CARDS: dict[str, Card] = {**KNOWN, **AMD}
-MOST_STACK = {"_prefill": 256}  # bytes a thread may spill; prompts over 8-bit caches keep to 128 registers all the same
+# Bytes a thread may spill.
+MOST_STACK = {
+    "_prefill": 256,  # prompts over 8-bit caches keep to 128 registers all the same
+    "_decode": 96,  # heads of 96 with a soft cap over 8-bit caches on sm_100; no family has both
+    # Defaults that are not chosen by the card yet (eight_bit/): tiles of 128 x 128 for more than 256 tokens where a
+    # warp holds its operands itself, and 16 warps for rows of more than 32,768 columns.
+    "_eight_bit": 768,
+    "_split": 256,
+}
 _STACK = 64  # for all others
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -35,14 +36,13 @@ class Selection:
 
 
 def results(selection: Selection, processes: int) -> Iterator[Result]:
-    """In any order."""
-    numbers = range(len(_pairs(selection)))
-    work = [(selection, number) for number in numbers]
+    """In the order of the pairs. A process that a compiler ends is an error, not a wait for ever."""
+    work = [(selection, number) for number in range(len(_pairs(selection)))]
     if processes == 1:
         yield from map(_look_at, work)
         return
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from pool.imap_unordered(_look_at, work)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_look_at, work)
 
 
 @cache

@@ -21,7 +21,7 @@ from quantkit.kernels.sampling.sample import sample
 
 _WIDTH = 2048
 _NORM_WIDTHS = (2048, 5120, 8192, 16_384, 32_768)  # a program holds a row
-_VOCABULARIES = (50_257, 128_256, 262_144)
+_VOCABULARIES = (50_257, 128_256, 262_208)
 
 
 def small_cases(card: Card) -> Iterator[Case]:
