@@ -229,5 +229,5 @@ def launch_prefill(
         **prefill_constants(layout, group, skip_rows, config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.max_registers,
+        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
     )

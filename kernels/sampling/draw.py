@@ -63,7 +63,7 @@ def _weigh(
             number = count * 0
             for start in range(0, count, TILE):
                 place = start + tl.arange(0, TILE)
-                mine = listed + request * vocab + first + place
+                mine = listed + request * (splits * PART) + first + place
                 major, minor, at_cut = _before(tl.load(mine, mask=place < count, other=LIMIT + 1), cut)
                 mass += joined(tl.sum(major, axis=0), tl.sum(minor, axis=0))
                 number += tl.sum(at_cut, axis=0)

@@ -2,22 +2,24 @@
 grids that exist. Compiled in processes of their own: in this one Triton interprets.
 """
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.long
+from quantkit.kernels.card import KNOWN
 
-SUPPORT = Path(__file__).parents[1] / "support"
-COVER = 60  # every 60th compilation
+ROOT = Path(__file__).parents[2]
+HOPPER_ALONE = {"hopper_kernel", "_hopper_prefill"}
 PLANTED = """
 import torch
-from compile_matrix.recorder import compiling_for
+from compile_matrix.recorder import recording
 from quantkit.formats import CtPacked
 from quantkit.kernels.card import KNOWN
 from quantkit.kernels.linear.weight_only import assembly, skinny
@@ -25,21 +27,23 @@ from quantkit.kernels.linear.weight_only.weight import lay_out
 
 weight, x = lay_out(CtPacked().quantize(torch.randn(256, 512))), torch.zeros(256, 512, dtype=torch.bfloat16)
 small, large = skinny.SkinnyConfig(32, 8, 2, 3), skinny.SkinnyConfig(128, 256, 8, 4)
-with compiling_for(KNOWN["sm_89"]) as tight:
+with recording(KNOWN["sm_89"]) as tight:
     skinny.matmul(x.half(), weight, large)
-with compiling_for(KNOWN["sm_80"]) as launches:
+with recording(KNOWN["sm_80"]) as launches:
     skinny.matmul(x[:8], weight, small)
     assembly._fused = lambda line: line
     assembly.assembly.cache_clear()
     skinny.matmul(x[:8], weight, small)
-for card, found in (("sm_80", launches), ("sm_89", tight)):
+with recording(KNOWN["sm_80"], compiles=False) as listed:
+    skinny._skinny[1, 65_536](x)
+for card, found in (("sm_80", launches), ("sm_89", tight), ("sm_80", listed)):
     for launch in found:
         print(list(launch.troubles(KNOWN[card], 64)))
 """
 
 
 def run(*arguments: str) -> str:
-    paths = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment | {"PYTHONPATH": paths}
@@ -48,21 +52,60 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def report(part: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("-m", "compile_matrix", "--part", part))
+def report(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("-m", "compile_matrix", "--processes", "1", *arguments))
     return found
 
 
-def test_a_cover_assembles_and_fits() -> None:
-    found = report(f"1/{COVER}")
+def launched_kernels() -> Iterator[str]:
+    """Functions that Triton compiles and that are launched somewhere: `name[grid](...)`."""
+    trees = [
+        ast.parse(file.read_text(encoding="utf-8"))
+        for room in ("kernels", "runtime", "eval")
+        for file in (ROOT / room).rglob("*.py")
+    ]
+    compiled = {
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(mark).startswith(("triton.jit", "gluon.jit")) for mark in node.decorator_list)
+    }
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                names = {part.id for part in ast.walk(node.func.value) if isinstance(part, ast.Name)}
+                yield from names & compiled
+
+
+def test_every_kernel_has_a_case_and_every_grid_exists() -> None:
+    found = report("--list", "--cards", "sm_86,sm_90")
+    assert set(found["launches"]) == set(launched_kernels())
     assert found["troubles"] == []
-    assert sum(found["launches"].values()) > 40
-    assert {"_skinny", "_eight_bit", "_decode", "_prefill"} <= set(found["launches"])
+
+
+def test_a_cover_assembles_and_fits() -> None:
+    """Every kernel for every card; a second run takes what Triton has kept."""
+    found = report("--cover")
+    assert found["troubles"] == []
+    for kernel, needs in found["kernels"].items():
+        assert set(needs) == ({"sm_90"} if kernel in HOPPER_ALONE else set(KNOWN))
+        assert all(need["registers"] > 0 for need in needs.values())
+    assert set(found["kernels"]) == set(launched_kernels())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
+def test_the_whole_matrix_assembles_and_fits(part: int) -> None:
+    found = report("--part", f"{part}/4")
+    assert found["troubles"] == []
+    assert found["pairs"] > 1000
 
 
 def test_faults_are_seen() -> None:
-    """Instructions that a card does not have, and a tile that is too large."""
-    right, old, large = run("-c", PLANTED).splitlines()
+    """Instructions that a card does not have, a tile that is too large, and a grid that does not exist."""
+    right, old, large, wide = run("-c", PLANTED).splitlines()
     assert right == "[]"
     assert "sub.bf16x2" in old
     assert "shared memory" in large
+    assert "grid" in wide

@@ -1,10 +1,12 @@
 """The long tests in four parts of equal time: `PART=2 make test-long` runs one, `.ci/run` the one of the day.
 
 Files are dealt, not tests, since the tests of a file share what is expensive to make: the longest first, each to the
-part that has least so far. A file that is not in the table counts as UNKNOWN seconds. The table is in seconds of one
-process; Ray's tests have the machine to themselves, all others run two at a time, so one of Ray's seconds weighs two.
+part that has least so far. A test that shares nothing and takes long may have an entry of its own in the table
+(`file::test[parameter]`); the others belong to their file. What is not in the table counts as UNKNOWN seconds. The
+table is in seconds of one process; Ray's tests have the machine to themselves, all others run two at a time, so one of
+Ray's seconds weighs two.
 
-Every run with `--part` ends with the seconds of its files, in the form of the table, to be copied here.
+Every run with `--part` ends with the seconds of its entries, in the form of the table, to be copied here.
 `python tests/support/long_parts.py 2` prints the files of a part that need Ray, so that no run begins for none.
 """
 
@@ -26,7 +28,10 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/eval/test_tasks_input.py": 25,
     "tests/kernels/test_attention_decode.py": 60,
     "tests/kernels/test_attention_prefill.py": 60,
-    "tests/kernels/test_compile_matrix.py": 13,
+    "tests/kernels/test_compile_matrix.py::test_the_whole_matrix_assembles_and_fits[1]": 1000,
+    "tests/kernels/test_compile_matrix.py::test_the_whole_matrix_assembles_and_fits[2]": 1000,
+    "tests/kernels/test_compile_matrix.py::test_the_whole_matrix_assembles_and_fits[3]": 1000,
+    "tests/kernels/test_compile_matrix.py::test_the_whole_matrix_assembles_and_fits[4]": 1000,
     "tests/kernels/test_linear_eight_bit.py": 14,
     "tests/long/test_damaged_checkpoints.py": 100,
     "tests/long/test_demo.py": 442,
@@ -65,31 +70,33 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/runtime/test_speculative.py": 36,
     "tests/runtime/test_speculative_sampling.py": 252,
 }
-RAY = frozenset(file for file in SECONDS if file.startswith("tests/long/test_deploy"))
+RAY = frozenset(entry for entry in SECONDS if entry.startswith("tests/long/test_deploy"))
 
 
-def deal(files: Iterable[str] = ()) -> list[list[str]]:
-    """The files of every part: those of the table, and further ones."""
+def deal(entries: Iterable[str] = ()) -> list[list[str]]:
+    """The entries of every part: those of the table, and further ones."""
     parts: list[list[str]] = [[] for _ in range(PARTS)]
-    for file in sorted({*SECONDS, *files}, key=lambda file: (-weight(file), file)):
-        min(parts, key=lambda part: sum(map(weight, part))).append(file)
+    for entry in sorted({*SECONDS, *entries}, key=lambda entry: (-weight(entry), entry)):
+        min(parts, key=lambda part: sum(map(weight, part))).append(entry)
     return parts
 
 
-def weight(file: str) -> int:
+def weight(entry: str) -> int:
     """Processor seconds that nothing else can use."""
-    return SECONDS.get(file, UNKNOWN) * (2 if file in RAY else 1)
+    return SECONDS.get(entry, UNKNOWN) * (2 if entry in RAY else 1)
+
+
+def entry_of(item_id: str) -> str:
+    """A test's own, or its file."""
+    test = item_id.partition("@")[0]  # with xdist's group behind it
+    return test if test in SECONDS else test.partition("::")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=("all", *map(str, range(1, PARTS + 1))), help="which of the long tests to run")
 
 
-def _file(item_id: str) -> str:
-    return item_id.partition("::")[0]
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out, so that all runs with one part deal the same files
+@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out, so that all runs with one part deal the same
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("part") not in (None, "all"):
         items[:] = in_part(items, int(config.getoption("part")))
@@ -98,8 +105,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def in_part(items: list[Any], part: int) -> list[Any]:
     """The long tests among `items` that belong to a part."""
     long = [item for item in items if item.get_closest_marker("long")]
-    files = deal(_file(item.nodeid) for item in long)[part - 1]
-    return [item for item in long if _file(item.nodeid) in files]
+    entries = deal(entry_of(item.nodeid) for item in long)[part - 1]
+    return [item for item in long if entry_of(item.nodeid) in entries]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -108,15 +115,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     seconds: Counter[str] = Counter()
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         if isinstance(report, pytest.TestReport):
-            seconds[_file(report.nodeid)] += report.duration
-    terminalreporter.section("seconds by file")
-    for file, spent in sorted(seconds.items()):
-        terminalreporter.write_line(f'    "{file}": {spent:.0f},')
+            seconds[entry_of(report.nodeid)] += report.duration
+    terminalreporter.section("seconds of the table's entries")
+    for entry, spent in sorted(seconds.items()):
+        terminalreporter.write_line(f'    "{entry}": {spent:.0f},')
 
 
 def main(part: str) -> None:
     parts = deal() if part == "all" else [deal()[int(part) - 1]]
-    print(*(file for files in parts for file in files if file in RAY))
+    print(*(entry for part in parts for entry in part if entry in RAY))
 
 
 if __name__ == "__main__":

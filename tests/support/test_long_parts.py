@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from long_parts import PARTS, RAY, SECONDS, deal, in_part, weight
+from long_parts import PARTS, RAY, SECONDS, deal, entry_of, in_part, weight
 
 TESTS = Path(__file__).parents[1]
 
@@ -22,7 +22,7 @@ def item(name: str, *marks: str) -> Any:
 
 
 def test_the_table_has_every_file_with_long_tests_and_no_other() -> None:
-    assert set(SECONDS) == files_with("long")
+    assert {entry.partition("::")[0] for entry in SECONDS} == files_with("long")
     assert files_with("ray") == RAY
 
 
@@ -42,10 +42,20 @@ def test_parts_are_balanced() -> None:
 
 def test_every_long_test_runs_in_one_part() -> None:
     """Tests of one file stay together, those that are not long stay out, whatever files a run collects."""
-    files = [*SECONDS, "tests/new/test_a.py"]
+    files = [*{entry.partition("::")[0] for entry in SECONDS}, "tests/new/test_a.py"]
     long = [item(f"{file}::test_{name}", "long") for file in files for name in "ab"]
     short = [item(f"{file}::test_short") for file in files]
     parts = [in_part(short + long, part + 1) for part in range(PARTS)]
     assert sorted(one.nodeid for part in parts for one in part) == sorted(one.nodeid for one in long)
     for part in parts:
         assert all(sum(one.nodeid.startswith(file) for one in part) in (0, 2) for file in files)
+
+
+def test_a_test_with_an_entry_of_its_own_is_dealt_alone() -> None:
+    """Also when xdist has written its group behind the name; other tests of that file belong to the file."""
+    own = [entry for entry in SECONDS if "::" in entry]
+    file = own[0].partition("::")[0]
+    long = [item(f"{entry}@a group", "long") for entry in own] + [item(f"{file}::test_other", "long")]
+    parts = [{entry_of(one.nodeid) for one in in_part(long, part + 1)} for part in range(PARTS)]
+    assert sorted(entry for part in parts for entry in part) == sorted([*own, file])
+    assert [len(part - {file}) for part in parts] == [1] * PARTS  # a quarter of the compilations each

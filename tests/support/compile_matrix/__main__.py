@@ -1,58 +1,48 @@
 """`python -m compile_matrix`: compiles every case for every card, and says what does not assemble, fit, or stay in
-registers. `--part K/N` takes every N-th pair of a case and a card, so that few pairs still see every card.
+registers. JSON on stdout, with `--table` a table for readers on stderr.
+
+`--part K/N` takes every N-th pair of a case and a card, so that few pairs still see every card. `--list` compiles
+nothing: which kernels are launched, and whether their grids exist. `--cover` takes pairs in which every kernel meets
+every card. A second run is quick: Triton keeps what it compiled (`recorder.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
 
-import torch
+from compile_matrix.pairs import CARDS
+from compile_matrix.processes import Selection, results
+from compile_matrix.report import Report
+from quantkit.kernels.card import KNOWN
 
-from compile_matrix.cases import HALVES, Case, all_cases
-from compile_matrix.recorder import Launch, compiling_for
-from quantkit.kernels.card import KNOWN, Card, pretend
-
-MOST_STACK = {"_prefill": 256}  # bytes a thread may spill; prompts over 8-bit caches keep to 128 registers all the same
-_STACK = 64  # for all others
-
-
-def pairs(cards: list[Card]) -> Iterator[tuple[Card, torch.dtype, Case]]:
-    """What only the tuner tries is compiled for bfloat16 alone."""
-    for card in cards:
-        with pretend(card):
-            cases = list(all_cases(card))
-        for dtype in HALVES:
-            yield from ((card, dtype, case) for case in cases if not case.tried or dtype == torch.bfloat16)
-
-
-def troubles(card: Card, case: Case, launch: Launch) -> list[str]:
-    if case.tried:  # what does not fit is passed by
-        return [launch.error] if launch.error else []
-    return list(launch.troubles(card, MOST_STACK.get(launch.kernel, _STACK)))
+_EVERY = 250  # pairs between two words about how far it is
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cards", default=",".join(KNOWN), metavar="SM_80,...")
+    parser = argparse.ArgumentParser(prog="compile_matrix")
+    parser.add_argument("--cards", default=",".join(KNOWN), help=f"of {', '.join(CARDS)}; all of NVIDIA's if not given")
     parser.add_argument("--part", default="1/1", metavar="K/N")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--cover", action="store_true", help="few pairs in which every kernel meets every card")
+    parser.add_argument("--list", action="store_true", help="launches and their grids, nothing compiled")
+    parser.add_argument("--table", action="store_true", help="what was found as a table, on stderr")
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
-    began, launched, found = time.perf_counter(), Counter[str](), []
-    chosen = [pair for pair in pairs([KNOWN[name] for name in given.cards.split(",")]) if given.only in pair[2].name]
-    for card, dtype, case in chosen[part - 1 :: parts]:
-        with compiling_for(card) as launches:
-            case.launch(dtype)
-        for launch in launches:
-            launched[launch.kernel] += 1
-            what = f"{card.target} {str(dtype)[6:]} {case.name}: {launch.kernel}"
-            found += [f"{what} {trouble}" for trouble in troubles(card, case, launch)]
-    seconds = round(time.perf_counter() - began, 1)
-    print(json.dumps({"pairs": len(chosen), "launches": launched, "seconds": seconds, "troubles": found}, indent=1))
+    selection = Selection(tuple(given.cards.split(",")), given.only, part, parts, given.cover, not given.list)
+    began, report = time.perf_counter(), Report(given.processes)
+    for number, result in enumerate(results(selection, given.processes), start=1):
+        report.add(result)
+        if number % _EVERY == 0:
+            print(f"{number} pairs, {len(report.troubles)} troubles", file=sys.stderr, flush=True)
+    report.seconds = time.perf_counter() - began
+    print(json.dumps(report.as_json(), indent=1))
+    if given.table:
+        print(report.as_table(), file=sys.stderr)
 
 
 if __name__ == "__main__":

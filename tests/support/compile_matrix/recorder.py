@@ -1,15 +1,20 @@
-"""Launches that only compile: the real launchers run, on tensors of this machine, and what they launch is assembled for
-a card. Nothing is computed, so results are whatever was in memory.
+"""Launches that only compile, or that are only listed: the real launchers run, on tensors of this machine, and what
+they launch is assembled for a card. Nothing is computed, so results are whatever was in memory.
+
+Triton keeps what it has compiled, by source, constants and target (TRITON_CACHE_DIR, or .triton/cache in the home
+folder): a second run compiles only what has changed.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,11 +25,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from compile_matrix.amd import AmdCard
+from compile_matrix.in_child import in_child
 from quantkit.kernels.card import Card, pretend
 
-WARP = 32
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # of a grid, in each direction
 _RESOURCES = re.compile(r"Function (\S+?):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+Resources = tuple[int, int, int]  # shared memory, registers, stack
+_known: dict[str, Resources] = {}  # of compiled kernels, by their hash
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,10 @@ class _PaperDriver:
     def get_current_target(self) -> GPUTarget:
         return self._target
 
-    def get_current_device(self) -> int:
-        return int(self._target.arch)  # Triton keeps what it compiled for each device
+    def get_current_device(self) -> int | str:
+        return self._target.arch  # type: ignore[no-any-return]  # Triton keeps what it compiled for each device
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: int | str) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
@@ -70,27 +78,25 @@ class _PaperDriver:
 
 
 @contextmanager
-def compiling_for(card: Card) -> Iterator[list[Launch]]:
-    """Within, every launch is compiled and listed instead; one that cannot be compiled does not raise."""
+def recording(card: Card, *, compiles: bool = True) -> Iterator[list[Launch]]:
+    """Within, every launch is listed instead, and compiled first if `compiles`; one that cannot be does not raise."""
     launches: list[Launch] = []
     run = JITFunction.run
+    guarded: Callable[[Callable[[], Resources]], Resources] = in_child if isinstance(card, AmdCard) else _here
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        shape = tuple(grid(options)) if callable(grid) else tuple(grid)
-        said = StringIO()
-        try:
-            with redirect_stderr(said), redirect_stdout(said):
-                compiled = run(self, *args, grid=grid, warmup=True, **options)
-        except Exception as error:
-            lines = str(error).splitlines() or [""]
-            reason = next((line for line in lines if "; error" in line), lines[0])  # the assembler's own
-            launches.append(Launch(self.__name__, shape, error=f"{type(error).__name__}: {reason.strip()}"))
-            return
-        launches.append(Launch(self.__name__, shape, *_resources(compiled)))
+        launch = Launch(self.__name__, tuple(grid(options)) if callable(grid) else tuple(grid))
+        if compiles:
+            with _quiet() as said:
+                try:
+                    needs = guarded(lambda: _resources(run(self, *args, grid=grid, warmup=True, **options)))
+                    launch = replace(launch, shared=needs[0], registers=needs[1], stack=needs[2])
+                except Exception as error:
+                    launch = replace(launch, error=_reason(error, said.read_text(encoding="utf-8")))
+        launches.append(launch)
 
     before = driver._active
-    major, minor = card.capability
-    driver.set_active(_PaperDriver(GPUTarget("cuda", 10 * major + minor, WARP)))
+    driver.set_active(_PaperDriver(_target(card)))
     JITFunction.run = record
     try:
         with pretend(card):
@@ -100,8 +106,52 @@ def compiling_for(card: Card) -> Iterator[list[Launch]]:
         driver._active = before
 
 
-def _resources(compiled: Any) -> tuple[int, int, int]:
-    """Shared memory, registers and stack, as the assembler has written them into the result."""
+def _target(card: Card) -> GPUTarget:
+    if isinstance(card, AmdCard):
+        return GPUTarget("hip", card.architecture, card.warp)
+    major, minor = card.capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+@contextmanager
+def _quiet() -> Iterator[Path]:
+    """What Python and the compiler's own code print goes into a file."""
+    with tempfile.NamedTemporaryFile() as file, redirect_stdout(StringIO()):
+        kept = os.dup(2)
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _here(work: Callable[[], Resources]) -> Resources:
+    return work()
+
+
+def _reason(error: Exception, said: str) -> str:
+    """The assembler's own line where there is one, with the instruction that it refuses."""
+    lines = [line.strip() for line in [*str(error).splitlines(), *said.splitlines()]] or [""]
+    for number, line in enumerate(lines):
+        if "invalid instruction" in line:
+            return f"{line}: {lines[number + 1]}"
+    for sign in ("; error", "error:"):
+        if own := [line for line in lines if sign in line]:
+            return own[0]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _resources(compiled: Any) -> Resources:
+    if compiled.hash not in _known:
+        _known[compiled.hash] = _of_amd(compiled) if "amdgcn" in compiled.asm else _of_nvidia(compiled)
+    return _known[compiled.hash]
+
+
+def _of_nvidia(compiled: Any) -> Resources:
+    """As the assembler has written them into the result."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -111,3 +161,9 @@ def _resources(compiled: Any) -> tuple[int, int, int]:
     assert found is not None, said
     registers, stack, static = int(found[2]), int(found[3]), int(found[4])
     return compiled.metadata.shared + static, registers, stack
+
+
+def _of_amd(compiled: Any) -> Resources:
+    """As the end of the assembly says."""
+    counts = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size): +(\d+)", compiled.asm["amdgcn"]))
+    return compiled.metadata.shared, int(counts["vgpr_count"]), int(counts["private_segment_fixed_size"])
