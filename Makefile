@@ -15,7 +15,7 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	@log=$$(mktemp); $(MAKE) --no-print-directory lint >$$log 2>&1 & \
 	lint=$$!; trap 'kill $$lint' INT TERM; \
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 -m "not long and not gpu and not interop"; tests=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 --ignore=tests/long --ignore=tests/interop -m "not long and not gpu and not interop"; tests=$$?; \
 	wait $$lint; lint=$$?; echo "make lint (exit code $$lint):"; cat $$log; rm $$log; \
 	test $$tests -eq 0 -a $$lint -eq 0
 

@@ -125,7 +125,15 @@ def quantized(quantized_tiny: Callable[..., Path], quantized_draft: Callable[...
     return quantize
 
 
-@pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
+# Others of the same method and layout are served in every run.
+_LONG = ("awq-w3g128", "awq-w4g128", "awq-w4g32", "best-w4g128", "gptq-w3g64", "gptq-w4g128", "gptq-w4g32")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(one, marks=pytest.mark.long) if one.name in _LONG else one for one in list_recipes()],
+    ids=lambda recipe: recipe.name,
+)
 def test_every_recipe_is_served(recipe: Recipe, quantized: Quantized) -> None:
     assert_served(quantized(recipe.name), prompt_of(80))
 

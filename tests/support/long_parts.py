@@ -65,6 +65,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/runtime/server/test_shadow.py": 8,
     "tests/runtime/server/test_tool_parsers.py": 15,
     "tests/runtime/test_engine_equality.py": 41,
+    "tests/runtime/test_engine_formats.py": 15,
     "tests/runtime/test_engine_sharing.py": 18,
     "tests/runtime/test_self_draft.py": 10,
     "tests/runtime/test_speculative.py": 36,

@@ -2,8 +2,8 @@
 registers. JSON on stdout, with `--table` a table for readers on stderr.
 
 `--part K/N` takes every N-th pair of a case and a card, so that few pairs still see every card. `--list` compiles
-nothing: which kernels are launched, and whether their grids exist. `--cover` takes pairs in which every kernel meets
-every card. A second run is quick: Triton keeps what it compiled (`recorder.py`).
+nothing: which kernels are launched, and whether their grids exist. `--cover` takes few pairs that have every
+kernel. A second run is quick: Triton keeps what it compiled (`recorder.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", metavar="K/N")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--cover", action="store_true", help="few pairs in which every kernel meets every card")
+    parser.add_argument("--cover", action="store_true", help="few pairs that have every kernel, for all cards in turn")
     parser.add_argument("--list", action="store_true", help="launches and their grids, nothing compiled")
     parser.add_argument("--table", action="store_true", help="what was found as a table, on stderr")
     given = parser.parse_args()
