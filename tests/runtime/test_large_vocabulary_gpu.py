@@ -34,6 +34,8 @@ def test_generating(vocab: int, layers: int, tmp_path: Path) -> None:
     model = save_model("gemma3_text", tmp_path / "gemma", "bfloat16", **GEMMA_3_1B | changes).cuda()
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocab, (length,), generator=generator).tolist() for length in (1, 60, 700)]
+    for prompt in prompts[1:]:
+        prompt[7] = vocab - 1  # its row is the last one of all
     params = SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=1)
     llm = LLM(tmp_path / "gemma", device="cuda", max_context=1024)
     exact = copy.deepcopy(model).float()
@@ -50,10 +52,8 @@ def test_generating(vocab: int, layers: int, tmp_path: Path) -> None:
             expected = right[: len(prompt) - 1].gather(1, ids[0, 1 : len(prompt), None])[:, 0]
             assert float((ours - expected).abs().mean()) < 1.5 * noise + 0.01
     del llm, model, exact
-    biased = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias={vocab - 1: 100.0})
     quantize(tmp_path / "gemma", "rtn-w4g128", tmp_path / "w4", device="cuda", quality_windows=0)
     llm = LLM(tmp_path / "w4", device="cuda", max_context=1024, head_bits=4)
-    assert llm.generate(prompts, biased)[0].answers[0].token_ids == [vocab - 1] * 3
     drawn = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, top_p=0.9, seed=1)
     assert [one.answers[0].token_ids for one in llm.generate(prompts, drawn)] == [
         one.answers[0].token_ids for one in llm.generate(prompts, drawn)

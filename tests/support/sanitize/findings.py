@@ -1,12 +1,12 @@
 """What compute-sanitizer reports, by kernel, and what of it counts.
 
-Only kernels with lines of Python are ours; torch and cuBLAS bring theirs. Not counted, because the tools are wrong:
+Only kernels with lines of Python are ours; torch and cuBLAS bring theirs. Not counted:
 
     initcheck   does not see what the copy engine writes (cuBLAS's newer kernels store so): torch's own kernels that
                 read such results are reported
-    racecheck   does not know barriers in shared memory (mbarrier), with which groups of warps of one program hand work
-                to each other: it reports every kernel that does so, cuBLAS's (nvjet_...) and our two among them, and
-                `control.py`, whose groups of warps share nothing at all
+    racecheck   reports kernels whose groups of warps hand work to each other by barriers in shared memory (mbarrier):
+                cuBLAS's own (nvjet_...) as well as our two in Gluon. That it does not understand these barriers is a
+                guess until `control.py` has been run under it
 """
 
 from __future__ import annotations
