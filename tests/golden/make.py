@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -41,7 +40,7 @@ def make_base() -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=256,
-        initializer_range=0.2,
+        initializer_range=0.08,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(BASE)
     words = Tokenizer(models.WordLevel({f"<{token}>": token for token in range(VOCAB)}, unk_token="<0>"))
@@ -72,18 +71,13 @@ def make_bitsandbytes() -> None:
 def make_gptqmodel() -> None:
     os.cpu_count = lambda: 8  # its pools of threads do not start on two cores
     from gptqmodel import BACKEND, GPTQModel
-    from gptqmodel.quantization import FORMAT, METHOD, QuantizeConfig
+    from gptqmodel.quantization import QuantizeConfig
 
-    kinds: dict[str, dict[str, Any]] = {
-        "gptq-sym": {"sym": True},
-        "gptq-asym": {"sym": False},
-        "awq": {"quant_method": METHOD.AWQ, "format": FORMAT.GEMM},
-    }
-    for name, options in kinds.items():
+    for name, symmetric in (("gptq-sym", True), ("gptq-asym", False)):
         folder = HERE / f"gptqmodel-{name}"
-        model = GPTQModel.load(str(BASE), QuantizeConfig(bits=4, group_size=GROUP, **options), device="cpu")
+        model = GPTQModel.load(str(BASE), QuantizeConfig(bits=4, group_size=GROUP, sym=symmetric), device="cpu")
         rows = [{"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]} for ids in calibration()]
-        model.quantize(rows, backend=BACKEND.AWQ_TORCH if name == "awq" else BACKEND.GPTQ_TORCH)
+        model.quantize(rows, backend=BACKEND.GPTQ_TORCH)
         model.save(str(folder))
         keep_logits(folder)
 

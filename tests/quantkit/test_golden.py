@@ -1,4 +1,4 @@
-"""Checkpoints that other tools wrote, read by us. They lie beside the repository and are not part of it."""
+"""Checkpoints that other tools wrote, read by us: tiny ones in tests/golden, larger ones beside the repository."""
 
 from pathlib import Path
 
@@ -7,29 +7,41 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit import load_reference
+from quantkit.checkpoint import Checkpoint
 from quantkit.inspection import inspect_checkpoint
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
-TOLERANCE = {"bitsandbytes-int8": 2.5e-2, "llmcompressor-W8A8": 2.5e-2, "llmcompressor-FP8": 6e-2}
-FOLDERS = (
-    *("base-bf16", "gptqmodel-gptq-sym", "gptqmodel-gptq-asym", "gptqmodel-awq", "bitsandbytes-nf4-dq"),
-    *("bitsandbytes-int8", "llmcompressor-W4A16", "llmcompressor-W8A8", "llmcompressor-FP8"),
-)
-
-pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="../shared/golden is not here")
+TINY = Path(__file__).parents[1] / "golden"
+BESIDE = Path(__file__).parents[3] / "shared" / "golden"
+# Relative error of logits: bfloat16's own, and where the other tool rounds activations as well, more.
+ROUNDED = {"int8": 2.5e-2, "w8a8": 2.5e-2, "fp8": 6e-2}
+FOLDERS = [folder for root in (TINY, BESIDE) for folder in sorted(root.glob("*/")) if (folder / "config.json").exists()]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_logits(name: str) -> None:
-    expected = load_file(GOLDEN / name / "expected.safetensors")
+def tolerance(name: str) -> float:
+    return ROUNDED.get(name.lower().rpartition("-")[2], 1e-2)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.parent.name}-{folder.name}")
+def test_logits(folder: Path) -> None:
+    expected = load_file(folder / "expected.safetensors")
     with torch.no_grad():
-        logits = load_reference(GOLDEN / name, dtype="float32")(expected["input_ids"]).logits
+        logits = load_reference(folder, dtype="float32")(expected["input_ids"]).logits
     error = (logits - expected["logits"]).norm() / expected["logits"].norm()
-    assert float(error) < TOLERANCE.get(name, 1e-2)
+    assert float(error) < tolerance(folder.name)
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_inspect(name: str) -> None:
-    found = inspect_checkpoint(GOLDEN / name)
-    assert found.parameters == 1_705_216 or found.quantized_weights == 0
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.parent.name}-{folder.name}")
+def test_inspect(folder: Path) -> None:
+    found = inspect_checkpoint(folder)
+    base = inspect_checkpoint(
+        next(other for other in FOLDERS if other.parent == folder.parent and "base" in other.name)
+    )
+    assert found.parameters == base.parameters
     assert sum(found.part_bytes.values()) == sum(found.layer_bytes.values()) == found.bytes
+
+
+def test_every_other_format_is_there() -> None:
+    """In every clone: what people bring."""
+    schemes = {fmt.name for folder in TINY.glob("*/") for fmt in Checkpoint(folder).formats.values()}
+    assert {"gptq", "nf4", "fp4", "llm-int8", "ct-packed", "ct-int8", "ct-float8"} <= schemes
+    assert sum(file.stat().st_size for file in TINY.rglob("*") if file.is_file()) < 2_000_000
