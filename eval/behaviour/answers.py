@@ -20,6 +20,7 @@ from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.output.output_processor import TextOutput
 from quantkit.runtime.sampling.structured_output import GuideCompiler
+from quantkit.wording import model_name
 
 Bar = Callable[[str], AbstractContextManager[Progress]]  # from a label to a bar that is shown while it is open
 MOST_AT_ONCE = 64  # answers on a CPU: 1.4 times as fast as the engine's usual 16 (demo-draft), 1.6 times (demo)
@@ -78,11 +79,11 @@ def _answered(
     model: str | Path, questions: Sequence[Question], asking: Asking, bar: Bar, engine: dict[str, Any]
 ) -> tuple[list[list[Answer]], str]:
     found: list[list[Answer]] = [[] for _ in questions]
-    with bar("loading") as advance:
+    with bar(f"loading {model_name(model)}") as advance:
         llm = LLM(model, on_block=advance, **engine)
     try:
         _check_room(llm, questions, asking)
-        with bar("answers") as advance:
+        with bar(f"answers of {model_name(model)}") as advance:
             for job, _, outputs in run_jobs(llm.engine, _jobs(llm, questions, asking), llm.tokenizer):
                 ends = job.params.end_tokens(llm.engine.config.eos)
                 found[job.item] = [_answer(outputs, index, ends) for index in range(asking.samples)]

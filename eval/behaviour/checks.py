@@ -12,6 +12,7 @@ from quantkit.runtime.server.tools.syntaxes import SYNTAXES
 
 LOOP_TOKENS = 8  # fewer in a row are a figure of speech, or the end of a table
 LOOP_TIMES = 3
+SHORTEST_LOOP = LOOP_TOKENS * LOOP_TIMES  # tokens of an answer in which one can show
 _CODE_BLOCK = re.compile(r"```[a-zA-Z]*\n(?P<code>.*?)\n?```", re.DOTALL)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.eval.behaviour.answers import Answer, Asking, Bar, answers_of, no_bar
+from quantkit.eval.behaviour.checks import SHORTEST_LOOP
 from quantkit.eval.behaviour.intervals import paired_difference, share_of, verdict
 from quantkit.eval.behaviour.measures import MEASURES, Measure
 from quantkit.eval.behaviour.prompts import BUNDLED_PROMPTS, BehaviourPrompt, read_prompts
@@ -46,6 +47,8 @@ def measure_behaviour(
     One answer a prompt is greedy, several are drawn. `head_bits` are the model's only, as in the other measures;
     `engine` are options of `LLM` for both. `bar` shows how far it is.
     """
+    if max_tokens < SHORTEST_LOOP:
+        raise InputError(f"answers of {max_tokens} tokens cannot show a loop; allow {SHORTEST_LOOP} or more")
     read = read_prompts(prompts)
     asking = Asking(samples, 0.0 if samples == 1 else SAMPLING_TEMPERATURE, max_tokens)
     tokenizer = load_tokenizer(model_folder(model))
@@ -134,9 +137,7 @@ def _why_not(measure: Measure, prompts: Sequence[BehaviourPrompt], tokenizer: Pr
     return "no prompt has tools" if measure.kind == "tools" else "no prompt has a schema"
 
 
-def _listed(
-    questions: Sequence[Question], answers: Answers, base: Answers | None, style: str
-) -> list[dict[str, Any]]:  # fmt: skip
+def _listed(questions: Sequence[Question], answers: Answers, base: Answers | None, style: str) -> list[dict[str, Any]]:
     """Every question with its answers and what they count for: where to look when a verdict is "worse"."""
 
     def described(question: Question, given: Sequence[Answer]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
 @click.option("--layers", is_flag=True, help="Also find the layers that lose most against --base.")
 @click.option("--backend", type=click.Choice(["reference", "runtime"]),
               help="transformers with decoded weights (the default), or our runtime with its kernels (for --tasks the "
-              "default).")  # fmt: skip
+              "default, for --behaviour the only one).")  # fmt: skip
 @click.option("--step-tokens", type=_COUNT, metavar="N",
               help="Runtime: feed windows in steps of N tokens; 1 takes the kernels of decoding.")  # fmt: skip
 @click.option("--head-bits", type=int, metavar="8|4",
@@ -59,7 +59,8 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
               help="Behaviour: JSON lines with messages, and a schema or tools; default: 80 that ship.")  # fmt: skip
 @click.option("--behaviour-samples", type=_COUNT, metavar="N",
               help="Behaviour: N answers to each prompt, drawn at temperature 0.7; default: one, greedy.")  # fmt: skip
-@click.option("--behaviour-tokens", type=_COUNT, metavar="N", help="Behaviour: the longest answer; default: 256.")
+@click.option("--behaviour-tokens", type=_COUNT, metavar="N",
+              help="Behaviour: the longest answer, 24 or more; default: 256.")  # fmt: skip
 @click.option("--behaviour-gate", is_flag=True, help="Behaviour: exit code 1 where a measure is worse than --base's.")
 @json_option
 def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as_json: bool, **options: Any) -> None:

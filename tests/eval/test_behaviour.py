@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,15 @@ def few_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = BUNDLED_PROMPTS.read_text(encoding="utf-8").splitlines()
     file = tmp_path_factory.mktemp("prompts") / "few.jsonl"
     file.write_text("\n".join(lines[place] for place in (0, 1, 42, 44, 45, 47, 51, 52, 60)), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def one_of_each(few_prompts: Path) -> Path:
+    """To chat, with a schema, with tools."""
+    lines = few_prompts.read_text(encoding="utf-8").splitlines()
+    file = few_prompts.with_name("three.jsonl")
+    file.write_text("\n".join((lines[0], lines[2], lines[-1])), encoding="utf-8")
     return file
 
 
@@ -100,38 +110,37 @@ def test_what_ends_an_answer() -> None:
     assert answer(None, "error", "not finite") == Answer([7], "seven", ended=False, failure="not finite")
 
 
-def test_a_template_with_tools_and_a_model_without_one(few_prompts: Path, tmp_path: Path) -> None:
-    engine = {"max_tokens": 4, "device": "cpu"}
+def test_a_template_with_tools_and_a_model_without_one(one_of_each: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"prompts": one_of_each, "max_tokens": TOKENS, "device": "cpu"}
     template = "{% if tools %}{{ tools[0].function.name }}: {% endif %}{{ messages[-1].content }}"
-    found = measure_behaviour(with_template(tmp_path / "tools", template), prompts=few_prompts, **engine)
+    found = measure_behaviour(with_template(tmp_path / "tools", template), **how)
     last = found.measures[-1]
     assert last.share is not None
-    assert (last.prompts, last.share.value, found.prompts, last.verdict) == (1, 0, 9, None)
+    assert (last.prompts, last.share.value, found.prompts, last.verdict) == (1, 0, 3, None)
     plain = with_template(tmp_path / "plain", None)
-    found = measure_behaviour(plain, prompts=few_prompts, **engine)
-    assert "8 prompts as plain text, for there is no chat template" in found.protocol
+    found = measure_behaviour(plain, **how)
+    assert "2 prompts as plain text, for there is no chat template" in found.protocol
     assert found.measures[-1].not_measured == "the model has no chat template"
     with pytest.raises(InputError, match="read the prompts as different tokens"):
-        measure_behaviour(plain, "demo-draft", prompts=few_prompts, **engine)
+        measure_behaviour(plain, "demo-draft", **how)
     with pytest.raises(
         InputError, match=r"line 1 has \d+ tokens and its answer may have 2048, but contexts end at 2048"
     ):
-        measure_behaviour("demo-draft", prompts=few_prompts, max_tokens=2048, device="cpu")
+        measure_behaviour("demo-draft", **how | {"max_tokens": 2048})
 
 
-def test_json_of_the_command(run_cli: Cli, few_prompts: Path) -> None:
-    how = ("--behaviour-prompts", few_prompts, "--behaviour-tokens", 4, "--behaviour-samples", 2, "--head-bits", 8)
+def test_json_of_the_command(run_cli: Cli, one_of_each: Path) -> None:
+    how = ("--behaviour-prompts", one_of_each, "--behaviour-tokens", TOKENS, "--behaviour-samples", 2, "--head-bits", 8)
     code, out, err = run_cli("eval", "demo-draft", "--behaviour", *how, "--device", "cpu", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert found["asking"] == {"samples": 2, "temperature": 0.7, "max_tokens": 4, "seed": 0}
+    assert found["asking"] == {"samples": 2, "temperature": 0.7, "max_tokens": TOKENS, "seed": 0}
     assert found["protocol"].endswith("float32 on cpu, head 8 bit")
     assert (found["base"], found["same_answers"], found["measures"][0]["verdict"]) == (None, None, None)
-    assert len(found["answers"]) == 8 + 6
     assert {len(entry["model"]) for entry in found["answers"]} == {2}
     ended = [answer["ends"] for entry in found["answers"] if not entry["forced"] for answer in entry["model"]]
     assert found["measures"][0]["share"]["value"] == pytest.approx(sum(ended) / len(ended))
-    assert [entry["line"] for entry in found["answers"]] == [1, 2, 3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8]
+    assert [(entry["line"], entry["forced"]) for entry in found["answers"]] == [(1, False), (2, False), (2, True)]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +154,7 @@ def test_json_of_the_command(run_cli: Cli, few_prompts: Path) -> None:
         (("--behaviour", "--layers"), ("--layers is about perplexity, which --behaviour does not measure",)),
         (("--behaviour", "--backend", "reference"), ("--behaviour runs on the engine",)),
         (("--behaviour", "--behaviour-prompts", "gone.jsonl"), ("cannot read the prompts in gone.jsonl",)),
+        (("--behaviour", "--behaviour-tokens", 23), ("answers of 23 tokens cannot show a loop; allow 24 or more",)),
         (("--behaviour", "--base", "./nowhere"), ("no model at './nowhere'",)),
     ],
 )

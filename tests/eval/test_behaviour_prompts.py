@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from quantkit.errors import InputError
 from quantkit.eval.behaviour.prompts import read_prompts
@@ -98,6 +99,7 @@ def test_questions_by_what_the_tokenizer_knows(tmp_path: Path) -> None:
     def text() -> str:
         return str(tokenizer.decode(questions_of(prompts, tokenizer)[0].tokens))
 
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|system|> $A", special_tokens=[("<|system|>", 3)])
     assert asked(need_template=True) == [(1, False), (2, False), (2, True)]
     assert text() == "<|user|>\nHello<|end|>\n<|assistant|>\n"
     with pytest.raises(InputError, match="all prompts have tools"):
@@ -109,7 +111,7 @@ def test_questions_by_what_the_tokenizer_knows(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the chat template refuses the messages of line 1: no users here"):
         asked()
     tokenizer.chat_template = None
-    assert text() == "User: Hello\nAssistant:"
+    assert text() == "<|system|>User: Hello\nAssistant:", "with the first token of a text, which templates write"
     with pytest.raises(InputError, match="no chat template; without --chat-template it is asked in plain text"):
         asked(need_template=True)
     with pytest.raises(InputError, match="no tokenizer"):
