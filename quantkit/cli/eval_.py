@@ -19,7 +19,9 @@ _KL_WINDOWS = 8
 _WORST = 8  # linears printed; JSON has all
 _COUNT = click.IntRange(min=1)
 _RANKS = ("tensor_parallel", "pipeline_parallel")
-_TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
+_TASK_OPTIONS = ("limit", "fewshot", "task_path")
+_BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
+_PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_tokens", "exact_activations")
 
 
 @click.command("eval", short_help="Measure what a model knows, and what quantization changed.")
@@ -32,7 +34,7 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
 @click.option("--layers", is_flag=True, help="Also find the layers that lose most against --base.")
 @click.option("--backend", type=click.Choice(["reference", "runtime"]),
               help="transformers with decoded weights (the default), or our runtime with its kernels (for --tasks the "
-              "default).")  # fmt: skip
+              "default, for --behaviour the only one).")  # fmt: skip
 @click.option("--step-tokens", type=_COUNT, metavar="N",
               help="Runtime: feed windows in steps of N tokens; 1 takes the kernels of decoding.")  # fmt: skip
 @click.option("--head-bits", type=int, metavar="8|4",
@@ -49,10 +51,21 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
 @click.option("--limit", type=_COUNT, metavar="N", help="Tasks: the first N items of each.")
 @click.option("--fewshot", type=click.IntRange(min=0), metavar="N", help="Tasks: examples before each question.")
 @click.option("--task-path", type=Path, metavar="DIR", help="Tasks: a folder with more task files.")
-@click.option("--chat-template", is_flag=True, help="Tasks: ask through the model's chat template.")
+@click.option("--chat-template", is_flag=True,
+              help="Tasks: ask through the model's chat template. Behaviour: refuse a model without one.")  # fmt: skip
+@click.option("--behaviour", is_flag=True,
+              help="Instead: how many answers end, repeat themselves, are valid JSON or valid tool calls.")  # fmt: skip
+@click.option("--behaviour-prompts", type=Path, metavar="FILE",
+              help="Behaviour: JSON lines with messages, and a schema or tools; default: 80 that ship.")  # fmt: skip
+@click.option("--behaviour-samples", type=_COUNT, metavar="N",
+              help="Behaviour: N answers to each prompt, drawn at temperature 0.7; default: one, greedy.")  # fmt: skip
+@click.option("--behaviour-tokens", type=_COUNT, metavar="N",
+              help="Behaviour: the longest answer, 24 or more; default: 256.")  # fmt: skip
+@click.option("--behaviour-gate", is_flag=True, help="Behaviour: exit code 1 where a measure is worse than --base's.")
 @json_option
-def command(model: str, base: str | None, tasks: str | None, as_json: bool, **options: Any) -> None:
-    """Perplexity of MODEL, quantized or not, with 95 % confidence intervals; its distance from --base; or task scores.
+def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as_json: bool, **options: Any) -> None:
+    """Perplexity of MODEL, quantized or not, with 95 % confidence intervals; its distance from --base; or task scores;
+    or how its answers behave.
 
     \b
     quantkit eval demo
@@ -60,19 +73,30 @@ def command(model: str, base: str | None, tasks: str | None, as_json: bool, **op
     quantkit eval demo-w4 --base demo --backend runtime --device cuda
     quantkit eval org/model --text wikitext2 --window 2048 --json
     quantkit eval demo-w4 --tasks arc_easy,hellaswag --limit 100
+    quantkit eval demo-w4 --base demo --behaviour --behaviour-gate
 
     Protocol: text as it is, no special tokens, windows do not overlap, the first token of a window is not scored.
     docs/eval.md says which number to look at.
     """
     from quantkit.devices import resolve_device
 
-    asked_of_tasks = {name: options.pop(name) for name in _TASK_OPTIONS}
+    of_tasks = {name: options.pop(name) for name in _TASK_OPTIONS}
+    of_behaviour = {name: options.pop(name) for name in _BEHAVIOUR_OPTIONS}
+    template = {"chat_template": options.pop("chat_template")}
+    if tasks is None:
+        _refuse(of_tasks if behaviour else of_tasks | template, "is about tasks; name them with --tasks")
+    if not behaviour:
+        _refuse(of_behaviour, "is about behaviour; add --behaviour")
     options["device"] = resolve_device(options["device"])
     if tasks is not None:
-        _evaluate_tasks(model, tasks, asked_of_tasks, options | {"base": base}, as_json)
+        _refuse({"behaviour": behaviour}, "and --tasks are two measurements; run one after the other")
+        _evaluate_tasks(model, tasks, of_tasks | template, options | {"base": base}, as_json)
+        return
+    if behaviour:
+        _evaluate_behaviour(model, base, of_behaviour | template, options, as_json)
         return
     options["backend"] = options["backend"] or "reference"
-    _check_options(asked_of_tasks, base, options)
+    _check_options(base, options)
     result, layers = _measure(model, base, options)
     if as_json:
         more = {"layers": layers.to_dict()} if layers else {}
@@ -82,18 +106,8 @@ def command(model: str, base: str | None, tasks: str | None, as_json: bool, **op
 
 
 def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
-    for name in (
-        "text",
-        "max_windows",
-        "base",
-        "kl_windows",
-        "layers",
-        "step_tokens",
-        "exact_activations",
-        "head_bits",
-    ):
-        if options[name]:
-            raise click.UsageError(f"{_flag(name)} is about perplexity, which --tasks does not measure; leave one out")
+    of_perplexity = {name: options[name] for name in (*_PERPLEXITY_OPTIONS, "base", "head_bits")}
+    _refuse(of_perplexity, "is about perplexity, which --tasks does not measure; leave one out")
     from quantkit.cli.eval_tasks import evaluate_tasks
 
     device, backend = options["device"], options["backend"] or "runtime"
@@ -102,11 +116,30 @@ def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict
     evaluate_tasks(model, tasks, **asked, device=device, dtype=dtype, backend=backend, ranks=ranks, as_json=as_json)
 
 
-def _check_options(asked_of_tasks: dict[str, Any], base: str | None, options: dict[str, Any]) -> None:
-    """Refuses options that would have no effect."""
-    for name, value in asked_of_tasks.items():
+def _evaluate_behaviour(
+    model: str, base: str | None, asked: dict[str, Any], options: dict[str, Any], as_json: bool
+) -> None:
+    of_perplexity = {name: options[name] for name in _PERPLEXITY_OPTIONS}
+    _refuse(of_perplexity, "is about perplexity, which --behaviour does not measure; leave one out")
+    if options["backend"] == "reference":
+        raise click.UsageError("--behaviour runs on the engine; leave --backend reference out")
+    if asked["behaviour_gate"] and not base:
+        raise click.UsageError("--behaviour-gate compares with another model; name it with --base")
+    from quantkit.cli.eval_behaviour import evaluate_behaviour
+
+    engine = {name: options[name] for name in ("device", "dtype", "head_bits", *_RANKS)}
+    evaluate_behaviour(model, base, **asked, engine=engine, as_json=as_json)
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    """Refuses the first of the options that was given: it would have no effect."""
+    for name, value in given.items():
         if value is not None and value is not False:
-            raise click.UsageError(f"{_flag(name)} is about tasks; name them with --tasks")
+            raise click.UsageError(f"{_flag(name)} {why}")
+
+
+def _check_options(base: str | None, options: dict[str, Any]) -> None:
+    """Refuses options that would have no effect."""
     for name in ("kl_windows", "layers"):
         if options[name] and not base:
             raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")

@@ -21,6 +21,7 @@ PARTS = 4
 UNKNOWN = 60
 SECONDS = {  # of one process on a small ARM server; some were taken while it was busy
     "tests/eval/report/test_report_files.py": 10,
+    "tests/eval/test_behaviour_docs.py": 25,
     "tests/eval/test_compare.py": 130,
     "tests/eval/test_quality_backends.py": 37,
     "tests/eval/test_quality_measure.py": 36,
