@@ -75,7 +75,9 @@ def make_gptqmodel() -> None:
 
     for name, symmetric in (("gptq-sym", True), ("gptq-asym", False)):
         folder = HERE / f"gptqmodel-{name}"
-        model = GPTQModel.load(str(BASE), QuantizeConfig(bits=4, group_size=GROUP, sym=symmetric), device="cpu")
+        model = GPTQModel.load(
+            str(BASE), QuantizeConfig(bits=4, group_size=GROUP, sym=symmetric, offload_to_disk=False), device="cpu"
+        )
         rows = [{"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]} for ids in calibration()]
         model.quantize(rows, backend=BACKEND.GPTQ_TORCH)
         model.save(str(folder))
