@@ -17,6 +17,7 @@ CARDS: dict[str, Card] = {**KNOWN, **AMD}
 # Bytes a thread may spill.
 MOST_STACK = {
     "_prefill": 256,  # prompts over 8-bit caches keep to 128 registers all the same
+    "_eight_bit": 96,  # FP8 in blocks with activations of 16 bits, on sm_90
     "_decode": 96,  # heads of 96 with a soft cap over 8-bit caches on sm_100; no family has both
 }
 _STACK = 64  # for all others
