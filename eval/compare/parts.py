@@ -160,6 +160,7 @@ def _against_itself(found: QualityResult) -> QualityResult:
         kl_p99=none,
         top1_agreement=same,
         compared_windows=found.windows,
+        window_kl=(0.0,) * found.windows,
     )
 
 

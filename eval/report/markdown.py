@@ -34,7 +34,7 @@ def markdown(comparison: Comparison, verdict: Verdict, charts: Sequence[Chart]) 
         *(f"![{chart.title}]({chart.file})\n\n{chart.caption}" for chart in charts[1:]),
         "## How it was measured",
         _list([*method.quality_words(comparison), *method.speed_words(comparison), *rules()]),
-        *(f"### {table.title}\n\n{_table(table)}" for table in method.detail_tables(comparison)),
+        *(f"### {plain(table.title)}\n\n{_table(table)}" for table in method.detail_tables(comparison)),
         "## Do it again",
         fenced(comparison.command),
         _list([f"{name}: {text}" for name, text in method.setup(comparison)]),

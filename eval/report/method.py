@@ -7,6 +7,7 @@ import json
 from quantkit.eval.compare.results import Comparison
 from quantkit.eval.quality.bootstrap import CONFIDENCE, RESAMPLES
 from quantkit.eval.report.markup import Markup, tag
+from quantkit.eval.report.paired_table import paired_table
 from quantkit.eval.report.rules import rules
 from quantkit.eval.report.sections import html_table
 from quantkit.eval.report.tables import Table, check_table, memory_table, quality_table, speed_table
@@ -14,7 +15,8 @@ from quantkit.wording import human_bytes
 
 
 def detail_tables(comparison: Comparison) -> list[Table]:
-    made = (quality_table(comparison), check_table(comparison), speed_table(comparison), memory_table(comparison))
+    tables = (quality_table, paired_table, check_table, speed_table, memory_table)
+    made = (table(comparison) for table in tables)
     return [table for table in made if table]
 
 

@@ -1,5 +1,6 @@
 """The verdict: which format for which need, and what the two sentences say about it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,17 @@ INT8 = {"size": 200, "ratio": 1.002, "kl": 0.001, "rate": 120.0}
 INT4 = {"size": 110, "ratio": 1.03, "kl": 0.03, "rate": 180.0}
 WORSE = INT4 | {"size": 111, "rate": 1.0}
 BAD = {"size": 60, "ratio": 9.0, "kl": 2.0, "rate": 300.0}
+
+# Windows that are hard for one format are hard for the other.
+HARD = tuple(0.03 + 0.02 * math.sin(1.7 * window) for window in range(16))
+MIXED = tuple(kl + 0.004 * (-1) ** window + 0.0001 for window, kl in enumerate(HARD))
+WIDE = {"kl": (0.030, 0.025, 0.035), "window_kl": HARD}
+
+
+def shifted(more: float) -> tuple[float, ...]:
+    """The same luck, and a little worse in every window."""
+    return tuple(kl + more for kl in HARD)
+
 
 # formats; smallest, fastest, best quality; what the sentences must say
 CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None], list[str]]] = {
@@ -34,15 +46,37 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None]
         ("int4", "int4", "int4"),
         ["in speed nf4 cannot be told apart from int4 here"],
     ),
-    "values within each other's interval are a tie": (
-        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.025, 0.035)}, "two": WORSE | {"kl": (0.031, 0.026, 0.036)}},
+    "overlapping intervals of windows that differ all alike are no tie": (
+        {"base": BASE, "one": INT4 | WIDE, "two": WORSE | {"kl": (0.032, 0.027, 0.037), "window_kl": shifted(0.002)}},
+        ("one", "one", "one"),
+        [],
+    ),
+    "windows that differ this way and that are a tie": (
+        {"base": BASE, "one": INT4 | WIDE, "two": WORSE | WIDE | {"kl": (0.0301, 0.025, 0.035), "window_kl": MIXED}},
         ("one", "one", "one"),
         ["in quality two cannot be told apart from one here"],
     ),
-    "a wide interval alone is no tie": (
-        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.029, 0.031)}, "two": WORSE | {"kl": (0.04, 0.02, 0.06)}},
+    "intervals and windows both say that two differ": (
+        {"base": BASE, "one": INT4 | WIDE,
+         "two": WORSE | {"kl": (0.045, 0.040, 0.049), "window_kl": shifted(0.015)}},
         ("one", "one", "one"),
         [],
+    ),
+    "stored without windows, overlapping intervals are a tie": (
+        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.025, 0.035)}, "two": WORSE | {"kl": (0.032, 0.027, 0.037)}},
+        ("one", "one", "one"),
+        ["in quality two cannot be told apart from one here",
+         "the stored results of one and two have no numbers by window, so ties in quality are guessed"],
+    ),
+    "one of two stored without windows": (
+        {"base": BASE, "one": INT4 | WIDE, "two": WORSE | {"kl": (0.032, 0.027, 0.037)}},
+        ("one", "one", "one"),
+        ["in quality two cannot be told apart from one here", "the stored result of two has no numbers by window"],
+    ),
+    "the closest of those that miss, with its ties": (
+        {"base": BASE, "one": BAD | WIDE, "two": BAD | WIDE | {"window_kl": MIXED, "kl": (0.0301, 0.025, 0.035)}},
+        (None, "base", None),
+        ["and one and two are the closest"],
     ),
     "nothing is acceptable": (
         {"base": BASE, "bad": BAD},
