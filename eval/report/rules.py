@@ -1,11 +1,13 @@
 """Which format for which need, by rules that the report prints.
 
-A format is acceptable when its perplexity is at most `ACCEPTABLE_RATIO` times the unquantized model's. Smallest: the
-fewest bytes of the acceptable quantized formats. Fastest: the most tokens per second for the fewest requests at once
-that were measured, of all acceptable formats, the unquantized one too. Best quality: the least KL divergence of the
-acceptable quantized formats that save at least `WORTHWHILE_SAVING` of the bytes. Two formats differ in quality where
-the paired difference of their KL divergence over the same windows is clear (`same_quality`). A format that failed is
-never recommended. Where quality was not measured, everything counts as acceptable (`sentences.py` says so).
+A format is acceptable when its perplexity is at most `ACCEPTABLE_RATIO` times the unquantized model's and its KL
+divergence at most `ACCEPTABLE_KL`, both with the upper end of their 95 % interval: a good mean of few windows is no
+promise, and perplexity alone forgives changes that happen to help. Smallest: the fewest bytes of the acceptable
+quantized formats. Fastest: the most tokens per second for the fewest requests at once that were measured, of all
+acceptable formats, the unquantized one too. Best quality: the least KL divergence of the acceptable quantized formats
+that save at least `WORTHWHILE_SAVING` of the bytes. Two formats differ in quality where the paired difference of
+their KL divergence over the same windows is clear (`same_quality`). A format that failed is never recommended. Where
+quality was not measured, everything counts as acceptable (`sentences.py` says so).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from quantkit.eval.quality.bootstrap import Interval
 from quantkit.eval.quality.paired import kl_difference
 
 ACCEPTABLE_RATIO = 1.05
+ACCEPTABLE_KL = 0.05  # nats per token: about the logarithm of that ratio, so that neither limit makes the other idle
 WORTHWHILE_SAVING = 0.25
 SAME_SPEED = 0.05  # speeds are measured once, so they have no interval: what is closer than this is a tie
 SMALLEST, FASTEST, BEST = NEEDS = ("smallest", "fastest", "best quality")
@@ -40,7 +43,7 @@ class Choice:
     acceptable: tuple[str, ...]
     unacceptable: tuple[str, ...]
     unjudged: tuple[str, ...]  # without quality where others have it: never recommended
-    borderline: tuple[str, ...]  # acceptable or not, but the interval holds the limit
+    borderline: tuple[str, ...]  # unacceptable only because an interval reaches across a limit
     failed: tuple[str, ...]
     unpaired: tuple[str, ...]  # ties of these are guessed from overlapping intervals: they have no numbers by window
     quality_measured: bool
@@ -77,7 +80,9 @@ def rules() -> tuple[str, ...]:
     """The rules as the report prints them."""
     limit, saving, tie = (f"{100 * share:.0f} %" for share in (ACCEPTABLE_RATIO - 1, WORTHWHILE_SAVING, SAME_SPEED))
     return (
-        f"Acceptable: perplexity at most {limit} above the unquantized model's.",
+        f"Acceptable: perplexity at most {limit} above the unquantized model's, and KL divergence at most "
+        f"{ACCEPTABLE_KL:g} nats per token. The upper ends of both 95 % intervals must keep the limits; one window has "
+        "no interval, and its values count.",
         "Smallest: the fewest bytes among acceptable quantized formats.",
         "Fastest: the most tokens per second at the smallest batch that was measured, among acceptable formats and the "
         "unquantized model.",
@@ -91,8 +96,10 @@ def rules() -> tuple[str, ...]:
 
 
 def is_acceptable(found: FormatResult) -> bool:
-    ratio = ratio_of(found)
-    return found.baseline or (ratio is not None and ratio.value <= ACCEPTABLE_RATIO)
+    ratio, kl = ratio_of(found), divergence_of(found)
+    if found.baseline or ratio is None or kl is None:
+        return found.baseline
+    return ratio.upper <= ACCEPTABLE_RATIO and kl.upper <= ACCEPTABLE_KL
 
 
 def ratio_of(found: FormatResult) -> Interval | None:
@@ -169,8 +176,10 @@ def _lacks_windows(found: FormatResult) -> bool:
 
 
 def _is_borderline(found: FormatResult) -> bool:
-    ratio = ratio_of(found)
-    return not found.baseline and ratio is not None and ratio.holds(ACCEPTABLE_RATIO)
+    ratio, kl = ratio_of(found), divergence_of(found)
+    if is_acceptable(found) or ratio is None or kl is None:
+        return False
+    return ratio.value <= ACCEPTABLE_RATIO and kl.value <= ACCEPTABLE_KL
 
 
 def _names(formats: Iterable[FormatResult]) -> tuple[str, ...]:

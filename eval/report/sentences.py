@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.report import numbers
 from quantkit.eval.report.rules import (
+    ACCEPTABLE_KL,
     ACCEPTABLE_RATIO,
     BEST,
     FASTEST,
@@ -21,6 +22,8 @@ from quantkit.eval.report.rules import (
     speed_at,
 )
 from quantkit.wording import human_bytes
+
+_KL_LIMIT = f"at most {ACCEPTABLE_KL:g} nats of KL divergence, with the upper ends of their intervals"
 
 
 def two_sentences(comparison: Comparison, choice: Choice) -> tuple[str, str]:
@@ -106,7 +109,7 @@ def _limit_words(comparison: Comparison, choice: Choice) -> str:
     if not choice.quality_measured:
         return "quality was not measured, so only size and speed are judged"
     base = comparison.baseline.name if comparison.baseline else "the unquantized model"
-    limit = f"at most {100 * (ACCEPTABLE_RATIO - 1):.0f} % more perplexity than {base}"
+    limit = f"at most {100 * (ACCEPTABLE_RATIO - 1):.0f} % more perplexity than {base} and {_KL_LIMIT}"
     if not any(name != base for name in choice.acceptable):
         return f"no quantized format is acceptable here, which means {limit}{_nearest(comparison, choice)}"
     if not choice.unacceptable:
@@ -143,7 +146,7 @@ def _unsure(comparison: Comparison, choice: Choice) -> Iterator[str]:
             yield f"in {same[pick.need]} {others} cannot be told apart from {pick.format} here"
     yield from _unpaired(comparison, choice)
     if choice.borderline:
-        yield f"for {listed(choice.borderline)} the confidence interval reaches across that limit"
+        yield f"for {listed(choice.borderline)} only the interval reaches across a limit, so more windows may decide"
 
 
 def _unpaired(comparison: Comparison, choice: Choice) -> Iterator[str]:

@@ -33,7 +33,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None]
         {"base": BASE, "int8": INT8, "int4": INT4, "bad": BAD},
         ("int4", "int4", "int8"),
         ["For the smallest model and the fastest answers at batch 1 take int4 (110 B, 28 % of base; 180 tokens/s, 1.80",
-         "for the best quality take int8 (KL divergence 0.00100, perplexity +0.20 %)", "at most 5 % more perplexity",
+         "for the best quality take int8 (KL divergence 0.00100, perplexity +0.20 %)",
+         "at most 5 % more perplexity than base and at most 0.05 nats of KL divergence, with the upper ends",
          "which bad misses"],
     ),
     "the unquantized model is the fastest": (
@@ -84,11 +85,30 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None]
         ["No quantized format of HuggingFaceTB/SmolLM2-135M can be recommended: keep base.",
          "No quantized format is acceptable here", "bad is the closest"],
     ),
-    "the limit itself is acceptable": ({"base": BASE, "int4": INT4 | {"ratio": 1.05}}, ("int4", "int4", "int4"), []),
-    "an interval across the limit is said": (
-        {"base": BASE, "int4": INT4 | {"ratio": (1.04, 1.02, 1.06)}},
+    "the limits themselves are acceptable": (
+        {"base": BASE, "int4": INT4 | {"ratio": (1.04, 1.03, 1.05), "kl": (0.04, 0.03, 0.05)}},
         ("int4", "int4", "int4"),
-        ["for int4 the confidence interval reaches across that limit"],
+        [],
+    ),
+    "a good mean whose interval is wide": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"ratio": (1.01, 0.96, 1.06)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses", "for int4 only the interval reaches across a limit, so more windows may decide"],
+    ),
+    "a good KL divergence whose interval is wide": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"kl": (0.04, 0.02, 0.06)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses", "for int4 only the interval reaches across a limit"],
+    ),
+    "a good perplexity by luck: its predictions are far away": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"ratio": (0.99, 0.98, 1.0), "kl": (0.2, 0.19, 0.21)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses"],
+    ),
+    "an interval that reaches down to the limit is no excuse": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"ratio": (1.06, 1.04, 1.08)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses"],
     ),
     "what saves little is not named for quality": (
         {"base": BASE, "int8": INT8 | {"size": 301}, "int4": INT4},
@@ -148,6 +168,7 @@ def test_picks_follow_the_rules_and_the_sentences_say_so(case: str, comparing: C
     sentences = " ".join(verdict.sentences)
     for words in said:
         assert words in sentences
+    assert ("only the interval reaches" in sentences) == any("only the interval" in words for words in said)
     assert ("cannot be told apart" in sentences) == any("told apart" in words for words in said)
 
 
