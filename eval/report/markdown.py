@@ -38,6 +38,9 @@ def markdown(comparison: Comparison, verdict: Verdict, charts: Sequence[Chart]) 
         "## Do it again",
         fenced(comparison.command),
         _list([f"{name}: {text}" for name, text in method.setup(comparison)]),
+        "Each format by hand, in the folder where that command was run:"
+        if any(found.commands for found in comparison.formats)
+        else "",
         *(
             f"{plain(found.name)}:\n\n{fenced(chr(10).join(found.commands))}"
             for found in comparison.formats

@@ -13,6 +13,8 @@ from quantkit.eval.report.sections import html_table
 from quantkit.eval.report.tables import Table, check_table, memory_table, quality_table, speed_table
 from quantkit.wording import human_bytes
 
+BY_HAND = "Each format by hand, in the folder where that command was run"
+
 
 def detail_tables(comparison: Comparison) -> list[Table]:
     tables = (quality_table, paired_table, check_table, speed_table, memory_table)
@@ -113,6 +115,6 @@ def repeat_section(comparison: Comparison) -> Markup:
         tag("p", "This command makes this report; what it has measured already, it does not measure again."),
         tag("pre", tag("code", comparison.command)),
         tag("dl", *pairs, class_="setup"),
-        tag("details", tag("summary", "Each format by hand"), *by_hand) if by_hand else None,
+        tag("details", tag("summary", BY_HAND), *by_hand) if by_hand else None,
         tag("p", "All numbers of this page are in report.json, the page as text is report.md.", class_="quiet"),
     )

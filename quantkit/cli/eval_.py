@@ -45,6 +45,7 @@ _TASK_OPTIONS = ("limit", "fewshot", "task_path", "chat_template")
               help="Runtime: GPUs among which every layer is divided.")  # fmt: skip
 @click.option("--pipeline-parallel", default=1, show_default=True, metavar="N",
               help="Runtime: stages of consecutive blocks, each on GPUs of its own.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Of the intervals' resampling.")
 @click.option("--tasks", metavar="NAMES", help="Run these lm-eval tasks instead, separated by commas.")
 @click.option("--limit", type=_COUNT, metavar="N", help="Tasks: the first N items of each.")
 @click.option("--fewshot", type=click.IntRange(min=0), metavar="N", help="Tasks: examples before each question.")
@@ -91,6 +92,7 @@ def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict
         "step_tokens",
         "exact_activations",
         "head_bits",
+        "seed",
     ):
         if options[name]:
             raise click.UsageError(f"{_flag(name)} is about perplexity, which --tasks does not measure; leave one out")
@@ -140,7 +142,9 @@ def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[Qua
     reference = _load("loading base", base, options | {"head_bits": None}) if base else None
     compared = options["kl_windows"] or _KL_WINDOWS
     with progress_bar("windows") as advance:
-        result = measure_quality(predictor, windows, reference, base_windows=compared, on_window=advance)
+        result = measure_quality(
+            predictor, windows, reference, base_windows=compared, on_window=advance, seed=options["seed"]
+        )
     if not (base and options["layers"]):
         return result, None
     del predictor, reference  # their memory: blocks are loaded one by one
