@@ -28,6 +28,7 @@ from quantkit.eval.plan.model import read_model
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.quality.windows import check_source, read_windows
 from quantkit.eval.shapes import SHAPES
+from quantkit.provenance import Provenance, provenance_of
 from quantkit.recipe import load_recipe
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
@@ -99,7 +100,8 @@ def compare(
     for entry in entries:
         store = store_of(output, asked, entry, machine.device)
         found = _measured(asked, entry, store, output, on_part)
-        results.append(replace(found, commands=commands_of(asked, entry, output)))
+        commands, provenance = commands_of(asked, entry, output), _provenance(asked, entry, output)
+        results.append(replace(found, commands=commands, provenance=provenance))
         on_format(results[-1], len(entries))
     name, config = find_config(asked.model)
     model = read_model(name, config)
@@ -115,6 +117,14 @@ def compare(
         formats=tuple(results),
         notes=tuple(notes),
     )
+
+
+def _provenance(asked: Asked, entry: Entry, output: Path) -> Provenance | None:
+    """Read from the folders, so that results of earlier runs have it too."""
+    folder = str(output / entry.name) if entry.kind == "recipe" else entry.source
+    if asked.of_shape or (entry.kind == "recipe" and not Path(folder).is_dir()):
+        return None
+    return provenance_of(folder, asked.model)
 
 
 def _measured(asked: Asked, entry: Entry, store: Store, output: Path, on_part: OnPart) -> FormatResult:

@@ -157,6 +157,7 @@ def as_report_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def print_comparison(comparison: Comparison, page: Path) -> None:
+    from quantkit.eval.report.sources import source_lines
     from quantkit.eval.report.verdict import judge
 
     batches = sorted({speed.batch for found in comparison.formats if found.running for speed in found.running.speeds})
@@ -168,6 +169,8 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
             click.echo(f"{found.name} failed: {found.error}")
     for note in comparison.notes:
         click.echo(f"note: {note}")
+    for what, text in source_lines(comparison):
+        click.echo(f"{what}: {text}")
     click.echo("\n" + " ".join(judge(comparison).sentences))
     click.echo(f"\nThe report: {page}")
 

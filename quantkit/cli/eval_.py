@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.common import device_option, json_option, print_json, print_table, progress_bar
+from quantkit.cli.common import device_option, json_option, print_json, print_provenance, print_table, progress_bar
 from quantkit.defaults import WINDOW
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def command(model: str, base: str | None, tasks: str | None, as_json: bool, **op
     docs/eval.md says which number to look at.
     """
     from quantkit.devices import resolve_device
+    from quantkit.provenance import provenance_of
 
     asked_of_tasks = {name: options.pop(name) for name in _TASK_OPTIONS}
     options["device"] = resolve_device(options["device"])
@@ -75,11 +76,13 @@ def command(model: str, base: str | None, tasks: str | None, as_json: bool, **op
     options["backend"] = options["backend"] or "reference"
     _check_options(asked_of_tasks, base, options)
     result, layers = _measure(model, base, options)
+    provenance = provenance_of(model, base)
     if as_json:
         more = {"layers": layers.to_dict()} if layers else {}
-        print_json({"model": model, "base": base} | result.to_dict() | more)
+        print_json({"model": model, "base": base} | result.to_dict() | {"provenance": provenance.to_dict()} | more)
     else:
         _print(result, layers, base)
+        print_provenance(model, base, provenance)
 
 
 def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:

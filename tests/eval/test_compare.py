@@ -20,6 +20,7 @@ from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.compare.run import check, compare, entries_of
 from quantkit.eval.compare.worker import Job, work
 from quantkit.eval.quality.measure import QualityResult
+from quantkit.eval.report.sources import source_lines
 from quantkit.sources import model_folder
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -90,6 +91,12 @@ def test_everything_is_measured(whole: tuple[Path, Comparison]) -> None:
     assert nf4.size.bytes > w3.size.bytes  # type: ignore[union-attr]
     assert not found.machine.gpu
     assert any("CPU" in note for note in found.notes)
+    assert source_lines(found) == [
+        ("base model", "demo-draft, trained for quantkit, without rounding noise"),
+        ("calibration", "nf4, rtn-w3g128: none, the method looks at weights alone"),
+        ("protocol", base.quality.protocol),
+    ]
+    assert "window 64 tokens, stride 64, no BOS" in base.quality.protocol
     assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 

@@ -23,6 +23,7 @@ from quantkit.eval.compare.results import (
 from quantkit.eval.quality.bootstrap import Interval
 from quantkit.eval.quality.measure import QualityResult
 from quantkit.eval.report.write import write_report
+from quantkit.provenance import CalibrationData, Origin, Provenance
 
 LAYERS = 8
 WINDOWS = 64
@@ -133,6 +134,10 @@ def format_result(name: str) -> FormatResult:
         damage=None if baseline else damage(kl**0.5 / 3),
         running=running(size, rates) if rates else None,
         samples=samples(BASE_TEXT if baseline else TEXTS[name]),
+        provenance=Provenance(
+            Origin("gguf", file="base.gguf", tensor_types={"Q8_0": 7}),
+            CalibrationData("unknown" if name == "nf4" else "text", "mine.jsonl", False, 64, 512),
+        ),
     )
 
 
@@ -181,7 +186,9 @@ def variant(name: str) -> Comparison:
         return comparison_of(tuple(on_a_cpu(found) for found in every[:5]), machine=CPU, notes=("Speeds are a CPU's.",))
     if name == "shape":
         bare = tuple(
-            replace(found, quality=None, reference_quality=None, damage=None, samples=(), making=None)
+            replace(
+                found, quality=None, reference_quality=None, damage=None, samples=(), making=None, provenance=None
+            )
             for found in every
         )  # fmt: skip
         return comparison_of(bare, model="llama-3.1-8b", notes=())
