@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,6 +171,16 @@ def test_picks_follow_the_rules_and_the_sentences_say_so(case: str, comparing: C
         assert words in sentences
     assert ("only the interval reaches" in sentences) == any("only the interval" in words for words in said)
     assert ("cannot be told apart" in sentences) == any("told apart" in words for words in said)
+
+
+def test_one_window_is_no_ground_for_an_order(comparing: Callable[..., Comparison]) -> None:
+    many = comparing(base=BASE, one=INT4 | {"window_kl": (0.03,)}, two=WORSE | {"kl": 0.04, "window_kl": (0.04,)})
+    single = replace(many, formats=tuple(
+        replace(found, quality=replace(found.quality, windows=1, compared_windows=1))
+        for found in many.formats if found.quality is not None
+    ))  # fmt: skip
+    words = "one window cannot say how sure the order in quality is"
+    assert [words in judge(comparison).sentences[1] for comparison in (many, single)] == [False, True]
 
 
 def test_order_of_needs() -> None:
