@@ -107,6 +107,13 @@ def import_record(file: str | Path, tensor_types: dict[str, int]) -> dict[str, A
     return {"file": Path(file).name, "tensor_types": tensor_types}
 
 
+def carried_log(folder: Path) -> str:
+    """The log of a folder with the same weights in another layout: what is still true; empty where nothing is known."""
+    first = _first_object(folder / QUANTIZATION_LOG)
+    kept = {name: first[name] for name in ("recipe", "calibration", "origin") if name in first}
+    return json.dumps(kept) + "\n" if kept else ""
+
+
 def _imported(record: dict[str, Any]) -> Origin:
     """As given, unless the record names a file and what was in it."""
     file, types = record.get("file"), record.get("tensor_types")

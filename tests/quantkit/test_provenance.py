@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.calibration import Calibration
+from quantkit.convert import convert
 from quantkit.pipeline import quantize
 from quantkit.provenance import (
     IMPORT_RECORD,
@@ -74,6 +75,15 @@ def test_what_others_wrote_is_unknown(tmp_path: Path, quantized_draft: Callable[
     shutil.copytree(quantized_draft("nf4"), tmp_path / "theirs")
     (tmp_path / "theirs" / QUANTIZATION_LOG).unlink()
     assert words(tmp_path / "theirs") == ("as given", "unknown, no record of quantkit's in the folder")
+
+
+def test_conversion_keeps_what_is_known(tmp_path: Path, quantized_draft: Callable[..., Path]) -> None:
+    folder = quantized_draft("nf4")
+    convert(folder, "nf4-plain", tmp_path / "plain")
+    assert provenance_of(tmp_path / "plain") == provenance_of(folder)
+    (tmp_path / "plain" / QUANTIZATION_LOG).unlink()
+    convert(tmp_path / "plain", "nf4-plain", tmp_path / "again")
+    assert not (tmp_path / "again" / QUANTIZATION_LOG).exists()
 
 
 def test_a_log_of_an_earlier_version(tmp_path: Path, quantized_draft: Callable[..., Path]) -> None:
