@@ -96,6 +96,7 @@ class Calibration:
         source = str(self.source)
         return {
             "source": source if source.startswith(_HUB) else Path(source).name,
+            "default": Path(source) == CALIBRATION_TEXT,
             "samples": tokens.shape[0],
             "asked": self.samples,
             "seq_len": self.seq_len,

@@ -17,6 +17,7 @@ from quantkit.formats import FORMATS, Awq, Format, IntegerFormat, options_of
 from quantkit.pipeline.verification import fingerprint, verify_written
 from quantkit.pipeline.writing import LM_HEAD, write_config
 from quantkit.progress import Progress, silent
+from quantkit.provenance import QUANTIZATION_LOG, carried_log
 from quantkit.sources import model_folder
 
 # What a user may ask for, and the format and options that it means.
@@ -69,6 +70,8 @@ def convert(
             targets[module], promised[module] = _convert_layer(source, module, old, to, writer)
             on_layer(module, len(source.formats))
         write_config(writer, source, targets, _kept(source))
+        if log := carried_log(source.folder):
+            writer.add_text(QUANTIZATION_LOG, log)
         writer.finish(lambda folder: verify_written(folder, promised))
     names = [", ".join(sorted({fmt.name for fmt in side.values()})) for side in (source.formats, targets)]
     return ConvertReport(str(output), names[0], names[1], len(targets), writer.total_bytes)

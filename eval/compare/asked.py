@@ -19,7 +19,7 @@ class Asked:
 
     model: str
     text: str
-    windows: int | None  # None: all of the text
+    windows: int  # fewer where the text has no more
     window: int
     calibration_text: str | None  # None: what the recipe says, else the text that ships
     samples: int | None

@@ -16,11 +16,11 @@ import torch
 from quantkit.calibration import Calibration
 from quantkit.defaults import QUALITY_WINDOWS
 from quantkit.eval.compare.asked import LAYER_WINDOWS, SAMPLE_ANSWER, SAMPLE_PROMPT, SAMPLES, Asked, Entry
+from quantkit.eval.compare.engine_setup import engine_options
 from quantkit.eval.compare.results import FormatResult, LayerDamage, Making, Running, Sample, Size, Speed
-from quantkit.eval.compare.shape import shape_format, shape_size
+from quantkit.eval.compare.shape import STORED, entry_format, shape_size
 from quantkit.eval.engine.run import measure, measure_bandwidth
 from quantkit.eval.engine.start import peak_memory, start_checkpoint, start_shape
-from quantkit.eval.plan.source import find_config
 from quantkit.eval.quality.bootstrap import Interval
 from quantkit.eval.quality.layer_errors import layer_errors
 from quantkit.eval.quality.measure import QualityResult, measure_quality
@@ -31,14 +31,11 @@ from quantkit.pipeline import quantize
 from quantkit.progress import Progress, silent
 from quantkit.recipe import load_recipe
 from quantkit.reference import load_tokenizer
-from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ROOMY_CONTEXT = 8192  # tokens
 
 
 @dataclass(frozen=True)
@@ -63,18 +60,6 @@ class Bench:
     def windows(self) -> Windows:
         asked = self.asked
         return read_windows(self.tokenizer, asked.text, window=asked.window, max_windows=asked.windows)
-
-    @property
-    def engine_options(self) -> EngineOptions:
-        """On a GPU contexts are so long that memory, not their number, limits the cache, and shows what fits."""
-        loads = self.asked.loads
-        needed = max(max(load.prompt for load in loads) + self.asked.new, SAMPLE_PROMPT + SAMPLE_ANSWER)
-        most = find_config(self.asked.model)[1].get("max_position_embeddings") or needed
-        return EngineOptions(
-            device=self.asked.device,
-            max_context=needed if self.asked.device == "cpu" else max(needed, min(ROOMY_CONTEXT, most)),
-            max_sequences=max(load.batch for load in loads),
-        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +103,7 @@ def make(bench: Bench, result: FormatResult) -> FormatResult:
             calibration=calibration,
             device=asked.device,
             overwrite=True,
-            quality_windows=min(QUALITY_WINDOWS, asked.windows or QUALITY_WINDOWS),
+            quality_windows=min(QUALITY_WINDOWS, asked.windows),
             on_layer=bench.on_item,
         )
         seconds = time.perf_counter() - begin
@@ -160,6 +145,7 @@ def _against_itself(found: QualityResult) -> QualityResult:
         kl_p99=none,
         top1_agreement=same,
         compared_windows=found.windows,
+        window_kl=(0.0,) * found.windows,
     )
 
 
@@ -173,12 +159,12 @@ def find_damage(bench: Bench, result: FormatResult) -> FormatResult:
 
 def run_engine(bench: Bench, result: FormatResult) -> FormatResult:
     """Speed and memory; with the same engine, sample continuations."""
-    asked, options = bench.asked, bench.engine_options
+    asked, options = bench.asked, engine_options(bench.asked)
     with _peak(asked.device) as peak:
         if asked.of_shape:
-            fmt = shape_format(asked.model, bench.entry)
+            fmt = entry_format(asked.model, bench.entry, str(options.torch_dtype(STORED))[6:])
             engine, started = start_shape(asked.model, fmt, options, first=True)
-            result = replace(result, size=shape_size(asked.model, fmt), description=started.format)
+            result = replace(result, size=shape_size(asked.model, bench.entry), description=started.format)
         else:
             engine, started = start_checkpoint(bench.checkpoint, options, first=True)
         bandwidth = measure_bandwidth(options.torch_device)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from quantkit.eval.quality.measure import QualityResult
+from quantkit.provenance import Provenance
 
 VERSION = 1  # of report.json
 
@@ -87,6 +88,7 @@ class FormatResult:
     damage: LayerDamage | None = None
     running: Running | None = None
     samples: tuple[Sample, ...] = ()
+    provenance: Provenance | None = None  # None for a shape, and where there is no checkpoint
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,6 +105,8 @@ class FormatResult:
         if values.get("running") is not None:
             speeds = tuple(Speed(**speed) for speed in values["running"]["speeds"])
             values["running"] = Running(**(values["running"] | {"speeds": speeds}))
+        if values.get("provenance") is not None:
+            values["provenance"] = Provenance.from_dict(values["provenance"])
         values["samples"] = tuple(Sample(**sample) for sample in values.get("samples", ()))
         values["commands"] = tuple(values.get("commands", ()))
         return cls(**values)

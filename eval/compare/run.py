@@ -21,13 +21,14 @@ from quantkit.eval.compare.commands import commands_of
 from quantkit.eval.compare.machine import describe_machine
 from quantkit.eval.compare.parts import parts_of
 from quantkit.eval.compare.results import Comparison, FormatResult
-from quantkit.eval.compare.shape import shape_format
+from quantkit.eval.compare.shape import entry_format
 from quantkit.eval.compare.store import Store, store_of
 from quantkit.eval.compare.worker import Job
 from quantkit.eval.plan.model import read_model
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.quality.windows import check_source, read_windows
 from quantkit.eval.shapes import SHAPES
+from quantkit.provenance import Provenance, provenance_of
 from quantkit.recipe import load_recipe
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
@@ -56,13 +57,13 @@ def entries_of(asked: Asked, recipes: Sequence[str], checkpoints: Sequence[str])
 
 def check(asked: Asked, entries: Sequence[Entry]) -> None:
     """Everything that can be known to be wrong before minutes are spent."""
-    if not asked.batches or min(asked.batches) < 1 or asked.prompt < 1 or asked.new < 1:
-        raise InputError("batches, prompt and new tokens must be 1 or more")
+    if not asked.batches or min(asked.batches) < 1 or asked.prompt < 1 or asked.new < 2:
+        raise InputError("batches and prompt must be 1 or more, new tokens 2 or more")
     if asked.of_shape:
         if any(entry.kind == "checkpoint" for entry in entries):
             raise InputError("a shape has random weights, which no checkpoint compares with; leave --checkpoint out")
         for entry in entries:
-            shape_format(asked.model, entry)
+            entry_format(asked.model, entry)
         return
     base = Checkpoint(model_folder(asked.model))
     if base.formats:
@@ -98,7 +99,9 @@ def compare(
     results = []
     for entry in entries:
         store = store_of(output, asked, entry, machine.device)
-        results.append(_measured(asked, entry, store, output, on_part))
+        found = _measured(asked, entry, store, output, on_part)
+        commands, provenance = commands_of(asked, entry, output), _provenance(asked, entry, output)
+        results.append(replace(found, commands=commands, provenance=provenance))
         on_format(results[-1], len(entries))
     name, config = find_config(asked.model)
     model = read_model(name, config)
@@ -116,6 +119,14 @@ def compare(
     )
 
 
+def _provenance(asked: Asked, entry: Entry, output: Path) -> Provenance | None:
+    """Read from the folders, so that results of earlier runs have it too."""
+    folder = str(output / entry.name) if entry.kind == "recipe" else entry.source
+    if asked.of_shape or (entry.kind == "recipe" and not Path(folder).is_dir()):
+        return None
+    return provenance_of(folder, asked.model)
+
+
 def _measured(asked: Asked, entry: Entry, store: Store, output: Path, on_part: OnPart) -> FormatResult:
     """From disk where it is complete; else its process is run."""
     known = store.read()
@@ -123,7 +134,7 @@ def _measured(asked: Asked, entry: Entry, store: Store, output: Path, on_part: O
         return known
     on_part(entry.name, "starting")
     ended = _run_process(Job(asked, entry, str(output), store.key, str(store.file)), on_part)
-    found = store.read() or FormatResult(entry.name, "", entry.kind == "baseline", commands_of(asked, entry))
+    found = store.read() or FormatResult(entry.name, "", entry.kind == "baseline")
     if ended and found.error is None:
         found = replace(found, error=ended)
         store.write(found)

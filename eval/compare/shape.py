@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from quantkit.arch import family_of
-from quantkit.errors import InputError
 from quantkit.eval.compare.asked import Entry
 from quantkit.eval.compare.results import Size
+from quantkit.eval.engine.shape_formats import recipe_format
 from quantkit.eval.plan.model import read_model
 from quantkit.eval.plan.weights import in_format, unquantized
 from quantkit.eval.shapes import SHAPES
 from quantkit.formats import Format
 from quantkit.recipe import load_recipe
 
-
-def shape_format(shape: str, entry: Entry) -> Format | None:
-    """The format of all linears of a shape; None: they stay as they are."""
-    if entry.kind == "baseline":
-        return None
-    config = SHAPES[shape]
-    formats = set(load_recipe(entry.source).plan(family_of(config), config, "bfloat16").values())
-    if len(formats) > 1:
-        raise InputError(f"recipe '{entry.name}' has several formats; a shape takes recipes with one for all layers")
-    return formats.pop()
+STORED = "bfloat16"  # what shapes are without a format
 
 
-def shape_size(shape: str, fmt: Format | None) -> Size:
-    model = read_model(shape, SHAPES[shape])
+def entry_format(shape: str, entry: Entry, dtype: str = STORED) -> Format | None:
+    """The format of all linears of a shape, for a model of this dtype; None: they stay as they are."""
+    return None if entry.kind == "baseline" else recipe_format(shape, load_recipe(entry.source), dtype)
+
+
+def shape_size(shape: str, entry: Entry) -> Size:
+    """As it would be stored."""
+    model, fmt = read_model(shape, SHAPES[shape]), entry_format(shape, entry)
     assert model.decoder is not None, "shapes are of supported families"
     plan = unquantized(model.decoder) if fmt is None else in_format(model, shape, fmt)
     return Size(plan.bytes, round(plan.linear_bits, 4))

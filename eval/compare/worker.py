@@ -17,7 +17,6 @@ from typing import Any
 from quantkit.devices import on_device
 from quantkit.errors import QuantkitError
 from quantkit.eval.compare.asked import Asked, Entry
-from quantkit.eval.compare.commands import commands_of
 from quantkit.eval.compare.parts import Bench, parts_of
 from quantkit.eval.compare.results import FormatResult
 from quantkit.eval.compare.store import Store
@@ -59,7 +58,7 @@ class _Teller:
 def work(job: Job) -> FormatResult:
     """Every part that is missing. What goes wrong is part of the result."""
     store, asked, entry = Store(Path(job.file), job.key), job.asked, job.entry
-    fresh = FormatResult(entry.name, "", entry.kind == "baseline", commands_of(asked, entry))
+    fresh = FormatResult(entry.name, "", entry.kind == "baseline")
     result = replace(store.read() or fresh, error=None)
     teller = _Teller()
     bench = Bench(asked, entry, Path(job.output), on_item=teller)

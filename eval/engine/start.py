@@ -12,8 +12,9 @@ import torch
 from quantkit.errors import InputError, did_you_mean
 from quantkit.eval.engine.results import Started
 from quantkit.eval.engine.run import SHORT_PROMPT, WARM_UP_TOKENS, Load, run_load, seconds_since_process_start
+from quantkit.eval.engine.shape_formats import check_format_name, shape_format
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
-from quantkit.eval.kernels.cases import FORMATS, UNQUANTIZED
+from quantkit.eval.kernels.cases import UNQUANTIZED
 from quantkit.formats import Format
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.drafters.draft_model import DraftModel
@@ -44,8 +45,7 @@ def formats_of(model: str, asked: list[str]) -> list[str]:
             raise InputError(f"'{model}' is a checkpoint and has its format; --format is for {', '.join(SHAPES)}")
         return [CHECKPOINT]
     for name in asked:
-        if name not in FORMATS and name != UNQUANTIZED:
-            raise InputError(f"unknown format '{name}'; {did_you_mean(name, (*FORMATS, UNQUANTIZED))}")
+        check_format_name(model, name)
     return asked or ["w4", "nf4", "llm-int8", UNQUANTIZED]
 
 
@@ -55,7 +55,7 @@ def start(
     """An engine for a checkpoint, or for a shape in a format of `formats_of`, with weights at random or of zeros."""
     if format_name == CHECKPOINT:
         return start_checkpoint(model, options, first=first)
-    fmt, described = _format(format_name, options), f"{format_name}, zeros" if zeros else format_name
+    fmt, described = _format(model, format_name, options), f"{format_name}, zeros" if zeros else format_name
     return start_shape(model, fmt, options, first=first, described=described, zeros=zeros)
 
 
@@ -132,13 +132,12 @@ def _shape_draft(target: ModelConfig, dtype: torch.dtype, options: EngineOptions
         raise InputError(
             f"the draft {path} has {config.vocab} tokens, the model {target.vocab}; a draft needs the same tokens"
         )
-    weights = RandomWeights(config, _format(shape[1], options), dtype, options.torch_device)
+    weights = RandomWeights(config, _format(*shape, options), dtype, options.torch_device)
     return DraftModel(raw, config, lambda target: weights.load(), weights.nbytes())
 
 
-def _format(name: str, options: EngineOptions) -> Format | None:
-    """By its name in `bench kernels`; None: unquantized."""
-    return None if name == UNQUANTIZED else FORMATS[name](str(options.torch_dtype("bfloat16"))[6:])
+def _format(shape: str, name: str, options: EngineOptions) -> Format | None:
+    return shape_format(shape, name, str(options.torch_dtype("bfloat16"))[6:])
 
 
 def describe_formats(folder: Path, engine: Engine) -> str:

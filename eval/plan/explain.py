@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from quantkit.eval.plan.memory import LIBRARIES, PAGE, SEQUENCES, SHARE, STEP_TOKENS
 from quantkit.eval.plan.model import Decoder
-from quantkit.eval.plan.plan import FormatPlan, ServingPlan
+from quantkit.eval.plan.plan import FormatPlan, ServingPlan, Speed
+from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.roofline import Ceiling
 from quantkit.eval.plan.weights import KEPT_BYTES, UNQUANTIZED
 
@@ -121,9 +122,18 @@ def _limits(plan: ServingPlan, found: FormatPlan, batch: int) -> Iterator[Line]:
         yield "bf16 within 10 %", f"first batch with time of bf16 / time of {found.name} below 1.1: {at}"
     speed = next(speed for speed in found.speeds if speed.step.batch == batch)
     if speed.cost is not None:
-        price, share = plan.question.price_per_hour, plan.question.efficiency
-        per_hour = f"3600 x {speed.step.tokens_per_second:,.0f} tokens/s x {share:g}"
-        yield "a million tokens", f"{price:g} / ({per_hour}) x 10^6 = {speed.cost:.3f}"
+        yield from _cost(plan.question, ceiling, speed)
+
+
+def _cost(question: Question, ceiling: Ceiling, speed: Speed) -> Iterator[Line]:
+    batch, prompt, new = speed.step.batch, question.prompt, question.new
+    yield "mean context", f"{prompt:,} of the prompt + half of {new - 1:,} = {question.mean_context:,} tokens"
+    prefill = f"{batch} prompts {1e3 * ceiling.prefill_seconds(prompt, batch):,.1f} ms"
+    steps = f"{new - 1:,} steps x {1e3 * ceiling.decode(batch, question.mean_context).seconds:.3f} ms"
+    rate = f"{speed.answers_per_second:,.0f} tokens/s"
+    yield f"answers, batch {batch}", f"{batch} x {new:,} tokens / ({prefill} + {steps}) = {rate}"
+    price, share = question.price_per_hour, question.efficiency
+    yield "a million tokens out", f"{price:g} / (3600 x {rate} x {share:g}) x 10^6 = {speed.cost:.3f} (estimate)"
 
 
 def _gb(count: float) -> str:

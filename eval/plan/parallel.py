@@ -16,8 +16,8 @@ from quantkit.eval.plan.gpus import Gpu
 from quantkit.eval.plan.links import Link
 from quantkit.eval.plan.memory import Fit, fit, reserve_of
 from quantkit.eval.plan.model import Decoder, PlannedModel
-from quantkit.eval.plan.plan import Question
-from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling
+from quantkit.eval.plan.question import Question
+from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling, mean_context
 from quantkit.eval.plan.shards import ACTIVATION, Shard, shard
 from quantkit.eval.plan.weights import Chosen, choose, keep, weigh
 from quantkit.recipe import Recipe
@@ -113,6 +113,15 @@ class Spread:
         )
         return prompt / slowest * (1 - self.bubble)
 
+    def prefill_seconds(self, link: Link, prompt: int, batch: int) -> float:
+        """Until all prompts of a batch are through: in micro-batches that pass the stages one behind the other."""
+        each = -(-batch // self.micro_batches)
+        stages = [
+            stage.ceiling.prefill_seconds(prompt, each) + self._exchange(stage, link, each * prompt, each)
+            for stage in self.stages
+        ]
+        return sum(stages) + (-(-batch // each) - 1) * max(stages)
+
 
 def step_seconds(times: Counter[StageTime], batch: int) -> float:
     """Until each of `batch` requests has its next token.
@@ -154,6 +163,11 @@ class SpreadFormat:
 
     def seconds(self, ranks: Ranks, link: Link, batch: int, context: int) -> float:
         return step_seconds(self.spreads[ranks].times(link, context), batch)
+
+    def answer_tokens_per_second(self, ranks: Ranks, link: Link, batch: int, prompt: int, new: int) -> float:
+        """As `Ceiling.answer_tokens_per_second`, of all GPUs together."""
+        decode = (new - 1) * self.seconds(ranks, link, batch, mean_context(prompt, new))
+        return batch * new / (self.spreads[ranks].prefill_seconds(link, prompt, batch) + decode)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantkit.eval.plan.cost import COST_TITLE, cost_meaning, cost_of_million
 from quantkit.eval.plan.links import Link
 from quantkit.eval.plan.parallel import ParallelPlan, Spread, SpreadFormat, pipeline_ahead_from, title_of
 from quantkit.runtime.model.ranks import Ranks
@@ -128,16 +129,15 @@ def _cost(plan: ParallelPlan) -> Table:
                 for cost, batch in zip(costs, question.batches, strict=True)
             )
             rows.append((title_of(ranks), found.name, *cells))
-    meaning = "a lower bound" if question.efficiency == 1 else f"at {question.efficiency:g} of the ceiling"
-    footer = f"At {question.price_per_hour:g} an hour for each GPU; {meaning}."
-    return Table(f"Cost of a million output tokens ({link.name})", columns, rows, footer)
+    return Table(COST_TITLE, columns, rows, cost_meaning(question, f" for each GPU, {link.name} between them"))
 
 
 def _cost_of(plan: ParallelPlan, found: SpreadFormat, ranks: Ranks, link: Link, batch: int) -> float:
     question = plan.question
-    assert question.price_per_hour is not None
-    speed = batch / found.seconds(ranks, link, batch, question.context)
-    return question.price_per_hour * ranks.world / (3600 * speed * question.efficiency) * 1e6
+    rate = found.answer_tokens_per_second(ranks, link, batch, question.prompt, question.new)
+    cost = cost_of_million(question, rate, ranks.world)
+    assert cost is not None
+    return cost
 
 
 def _tensor_or_pipeline(plan: ParallelPlan, link: Link) -> Table:

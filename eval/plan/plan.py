@@ -7,44 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quantkit.errors import InputError, did_you_mean
+from quantkit.errors import InputError
+from quantkit.eval.plan.cost import cost_of_million
 from quantkit.eval.plan.gpus import GPUS, UNTRIED, Gpu
 from quantkit.eval.plan.memory import SEQUENCES, Fit, Reserve, fit, reserve_of
 from quantkit.eval.plan.model import Decoder, PlannedModel
-from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling, Step, stops_helping
+from quantkit.eval.plan.question import Question
+from quantkit.eval.plan.roofline import Ceiling, Step, stops_helping
 from quantkit.eval.plan.weights import UNQUANTIZED, WeightPlan, quantized, unquantized
 from quantkit.recipe import Recipe
 
 # The first one is what the summary and --explain speak of.
 DEFAULT_RECIPES = ("gptq-w4g128", "awq-w4g128", "nf4", "gptq-w3g128", "gptq-w8", "llm-int8", "smoothquant-w8a8", "fp8")
-KV_ITEMSIZES = {"auto": 2, "fp8": 1}  # bytes; the runtime's --kv-dtype
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked, beside the model and the GPU."""
-
-    context: int = 4096  # tokens of one request, prompt and answer
-    batches: tuple[int, ...] = (1, 8, 32, 128)
-    kv_dtype: str = "auto"
-    price_per_hour: float | None = None
-    efficiency: float = 1.0  # share of the ceiling that the user expects to reach
-
-    def __post_init__(self) -> None:
-        if self.kv_dtype not in KV_ITEMSIZES:
-            raise InputError(f"unknown kv dtype '{self.kv_dtype}'; {did_you_mean(self.kv_dtype, KV_ITEMSIZES)}")
-        if self.context < 1:
-            raise InputError(f"--context is {self.context}, but must be 1 or more tokens")
-        if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
-            raise InputError(f"--batch is {list(self.batches)}, but must be numbers from 1 to {MAX_BATCH}")
-        if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
-            raise InputError(f"--price-per-hour is {self.price_per_hour:g}, but must be more than 0")
-        if not 0 < self.efficiency <= 1:
-            raise InputError(f"--efficiency is {self.efficiency:g}, but must be more than 0 and at most 1")
-
-    @property
-    def itemsize(self) -> int:
-        return KV_ITEMSIZES[self.kv_dtype]
 
 
 @dataclass(frozen=True)
@@ -54,7 +28,8 @@ class Speed:
     step: Step
     fits: bool
     gain: float  # times the speed of bf16
-    cost: float | None  # of a million output tokens
+    answers_per_second: float  # output tokens of whole requests, their prompts computed in the same time
+    cost: float | None  # estimated, of a million output tokens; None without a price
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -63,7 +38,8 @@ class Speed:
             "tokens_per_second": self.step.tokens_per_second,
             "fits": self.fits,
             "times_bf16": self.gain,
-            "cost_per_million_tokens": self.cost,
+            "output_tokens_per_second_with_prompts": self.answers_per_second,
+            "estimated_cost_per_million_output_tokens": self.cost,
         }
 
 
@@ -126,7 +102,7 @@ class ServingPlan:
                 "max_positions": self.model.max_positions,
                 "remark": self.model.remark,
             },
-            "question": asdict(self.question),
+            "question": asdict(self.question) | {"prompt": self.question.prompt, "answer": self.question.new},
             "cache": {
                 "kind": cache.kind,
                 "layers": cache.layers,
@@ -193,11 +169,8 @@ def _formats(
 def _speed(ceiling: Ceiling, plain: Ceiling, batch: int, found: Fit, question: Question) -> Speed:
     step = ceiling.decode(batch, question.context)
     gain = plain.decode(batch, question.context).seconds / step.seconds
-    cost = None
-    if question.price_per_hour is not None:
-        tokens_per_hour = 3600 * step.tokens_per_second * question.efficiency
-        cost = question.price_per_hour / tokens_per_hour * 1e6
-    return Speed(step, batch <= found.requests, gain, cost)
+    rate = ceiling.answer_tokens_per_second(batch, question.prompt, question.new)
+    return Speed(step, batch <= found.requests, gain, rate, cost_of_million(question, rate))
 
 
 def _warnings(model: PlannedModel, question: Question, gpu: Gpu, formats: Sequence[FormatPlan]) -> Iterator[str]:

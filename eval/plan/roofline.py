@@ -85,13 +85,18 @@ class Ceiling:
         mean; the time of a step is the larger of two straight lines in it, so their sum cannot be less than that.
         """
         steps = max(new - 1, 0)
-        decode = steps * self.decode(batch, prompt + steps // 2).seconds if steps else 0.0
+        decode = steps * self.decode(batch, mean_context(prompt, new)).seconds if steps else 0.0
         return batch * new / (self.prefill_seconds(prompt, batch) + decode)
 
     def bandwidth_bound_up_to(self, context: int) -> float:
         """The batch at which computing takes as long as moving bytes; infinite where the cache alone takes longer."""
         computing = self.token_seconds(context) - self.cache_bytes(context) / self.gpu.bandwidth
         return self.weights.read / self.gpu.bandwidth / computing if computing > 0 else math.inf
+
+
+def mean_context(prompt: int, new: int) -> int:
+    """Tokens in the cache of a request over its life, no more than their mean: the prompt and half the answer."""
+    return prompt + max(new - 1, 0) // 2
 
 
 def stops_helping(format_ceiling: Ceiling, plain: Ceiling, context: int) -> int | None:

@@ -6,7 +6,7 @@ Student's t asks for (the "expanded percentile" interval), so that 8 windows are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -37,6 +37,21 @@ class Interval:
         if self.low is None or self.high is None:
             return f"{self.value:{digits}}"
         return f"{self.value:{digits}} [{self.low:{digits}}, {self.high:{digits}}]"
+
+    def holds(self, value: float) -> bool:
+        """Whether the interval reaches to the value; False without an interval."""
+        return self.low is not None and self.high is not None and self.low <= value <= self.high
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether two intervals share a value; without intervals, whether the values are equal."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return self.value == other.value
+        return self.low <= other.high and other.low <= self.high
+
+    @property
+    def upper(self) -> float:
+        """The far end of what is likely; the value itself where nothing is known about that."""
+        return self.value if self.high is None else self.high
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Interval:
@@ -80,6 +95,17 @@ class Resamples:
         tail = _tail(self.windows)
         low, high = torch.quantile(resampled, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
         return Interval(value, low, high)
+
+
+def paired_difference(ones: Sequence[float], others: Sequence[float], seed: int) -> Interval:
+    """Of mean(ones) - mean(others), where both have one number for each of the same windows.
+
+    Windows that are hard for one model are hard for the other, so their separate intervals are mostly the same luck
+    twice. Each draw takes the same windows of both, and what they share cancels. Does it hold 0, they cannot be told
+    apart; the same draws as for every other number of that seed.
+    """
+    differences = torch.tensor(ones, dtype=torch.float64) - torch.tensor(others, dtype=torch.float64)
+    return Resamples.draw(len(differences), seed).ratio(differences, torch.ones_like(differences))
 
 
 def _quantiles(counts: Tensor, ordered: Tensor, owners: Tensor, level: float) -> Tensor:

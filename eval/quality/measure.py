@@ -22,6 +22,7 @@ from quantkit.progress import Progress, silent
 from quantkit.reference import load_tokenizer
 
 _INTERVALS = ("perplexity", "bits_per_byte", "base_perplexity", "perplexity_ratio", "kl", "kl_p99", "top1_agreement")
+_BY_WINDOW = ("window_losses", "window_kl")
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,19 @@ class QualityResult:
     device: str
     arithmetic: str
     seed: int  # of the bootstrap
+    window_losses: tuple[float, ...] | None = None  # mean of every window, nats; None: measured before they were kept
+    window_kl: tuple[float, ...] | None = None  # the same of KL divergence, of the compared windows
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> QualityResult:
-        values = {field.name: given[field.name] for field in fields(cls)}
+        values = {field.name: given[field.name] for field in fields(cls) if field.name not in _BY_WINDOW}
         for name in _INTERVALS:
             values[name] = None if values[name] is None else Interval.from_dict(values[name])
+        for name in _BY_WINDOW:
+            values[name] = None if given.get(name) is None else tuple(given[name])
         return cls(**values)
 
 
@@ -101,6 +106,7 @@ def measure_quality(
         device=how.device,
         arithmetic=str(how),
         seed=seed,
+        window_losses=_window_means(losses),
     )
 
 
@@ -166,7 +172,7 @@ def _losses(logits: Tensor, ids: Tensor, role: str, index: int) -> Tensor:
 def _comparison(losses: Tensor, compared: _Compared | None, seed: int) -> dict[str, Any]:
     """The fields of a result that need a base."""
     if compared is None:
-        names = ("base_perplexity", "perplexity_ratio", "kl", "kl_p99", "top1_agreement")
+        names = ("base_perplexity", "perplexity_ratio", "kl", "kl_p99", "top1_agreement", "window_kl")
         return {"compared_windows": 0} | dict.fromkeys(names)
     count = len(compared.base_losses)
     resamples, tokens = Resamples.draw(count, seed), _token_counts(compared.base_losses)
@@ -178,7 +184,13 @@ def _comparison(losses: Tensor, compared: _Compared | None, seed: int) -> dict[s
         "kl": resamples.ratio(compared.divergence.sum(1), tokens),
         "kl_p99": resamples.quantile(compared.divergence, 0.99),
         "top1_agreement": resamples.ratio(compared.agreed.sum(1), tokens),
+        "window_kl": _window_means(compared.divergence),
     }
+
+
+def _window_means(values: Tensor) -> tuple[float, ...]:
+    """Of values [windows, tokens]."""
+    return tuple(values.mean(1).tolist())
 
 
 def _token_counts(values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from quantkit.eval.report import method, sections
 from quantkit.eval.report.chart import Chart
 from quantkit.eval.report.markup import readable
 from quantkit.eval.report.rules import rules
+from quantkit.eval.report.sources import source_lines
 from quantkit.eval.report.tables import Column, Row, Table, main_table
 from quantkit.eval.report.verdict import Verdict
 
@@ -30,14 +31,18 @@ def markdown(comparison: Comparison, verdict: Verdict, charts: Sequence[Chart]) 
         "## All formats",
         _table(main_table(comparison)),
         "Brackets are 95 % confidence intervals.",
+        _list([f"{what}: {text}" for what, text in source_lines(comparison)]),
         *_failures(comparison),
         *(f"![{chart.title}]({chart.file})\n\n{chart.caption}" for chart in charts[1:]),
         "## How it was measured",
         _list([*method.quality_words(comparison), *method.speed_words(comparison), *rules()]),
-        *(f"### {table.title}\n\n{_table(table)}" for table in method.detail_tables(comparison)),
+        *(f"### {plain(table.title)}\n\n{_table(table)}" for table in method.detail_tables(comparison)),
         "## Do it again",
         fenced(comparison.command),
         _list([f"{name}: {text}" for name, text in method.setup(comparison)]),
+        "Each format by hand, in the folder where that command was run:"
+        if any(found.commands for found in comparison.formats)
+        else "",
         *(
             f"{plain(found.name)}:\n\n{fenced(chr(10).join(found.commands))}"
             for found in comparison.formats

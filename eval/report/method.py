@@ -7,14 +7,18 @@ import json
 from quantkit.eval.compare.results import Comparison
 from quantkit.eval.quality.bootstrap import CONFIDENCE, RESAMPLES
 from quantkit.eval.report.markup import Markup, tag
+from quantkit.eval.report.paired_table import paired_table
 from quantkit.eval.report.rules import rules
 from quantkit.eval.report.sections import html_table
 from quantkit.eval.report.tables import Table, check_table, memory_table, quality_table, speed_table
 from quantkit.wording import human_bytes
 
+BY_HAND = "Each format by hand, in the folder where that command was run"
+
 
 def detail_tables(comparison: Comparison) -> list[Table]:
-    made = (quality_table(comparison), check_table(comparison), speed_table(comparison), memory_table(comparison))
+    tables = (quality_table, paired_table, check_table, speed_table, memory_table)
+    made = (table(comparison) for table in tables)
     return [table for table in made if table]
 
 
@@ -111,6 +115,6 @@ def repeat_section(comparison: Comparison) -> Markup:
         tag("p", "This command makes this report; what it has measured already, it does not measure again."),
         tag("pre", tag("code", comparison.command)),
         tag("dl", *pairs, class_="setup"),
-        tag("details", tag("summary", "Each format by hand"), *by_hand) if by_hand else None,
+        tag("details", tag("summary", BY_HAND), *by_hand) if by_hand else None,
         tag("p", "All numbers of this page are in report.json, the page as text is report.md.", class_="quiet"),
     )

@@ -1,10 +1,13 @@
 """Which format for which need, by rules that the report prints.
 
-A format is acceptable when its perplexity is at most `ACCEPTABLE_RATIO` times the unquantized model's. Smallest: the
-fewest bytes of the acceptable quantized formats. Fastest: the most tokens per second for the fewest requests at once
-that were measured, of all acceptable formats, the unquantized one too. Best quality: the least KL divergence of the
-acceptable quantized formats that save at least `WORTHWHILE_SAVING` of the bytes. A format that failed is never
-recommended. Where quality was not measured, everything counts as acceptable (`sentences.py` says so).
+A format is acceptable when its perplexity is at most `ACCEPTABLE_RATIO` times the unquantized model's and its KL
+divergence at most `ACCEPTABLE_KL`, both with the upper end of their 95 % interval: a good mean of few windows is no
+promise, and perplexity alone forgives changes that happen to help. Smallest: the fewest bytes of the acceptable
+quantized formats. Fastest: the most tokens per second for the fewest requests at once that were measured, of all
+acceptable formats, the unquantized one too. Best quality: the least KL divergence of the acceptable quantized formats
+that save at least `WORTHWHILE_SAVING` of the bytes. Two formats differ in quality where the paired difference of
+their KL divergence over the same windows is clear (`same_quality`). A format that failed is never recommended. Where
+quality was not measured, everything counts as acceptable (`sentences.py` says so).
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from dataclasses import dataclass
 
 from quantkit.eval.compare.results import Comparison, FormatResult, Speed
 from quantkit.eval.quality.bootstrap import Interval
+from quantkit.eval.quality.paired import kl_difference
 
 ACCEPTABLE_RATIO = 1.05
+ACCEPTABLE_KL = 0.05  # nats per token: about the logarithm of that ratio, so that neither limit makes the other idle
 WORTHWHILE_SAVING = 0.25
 SAME_SPEED = 0.05  # speeds are measured once, so they have no interval: what is closer than this is a tie
 SMALLEST, FASTEST, BEST = NEEDS = ("smallest", "fastest", "best quality")
@@ -38,8 +43,9 @@ class Choice:
     acceptable: tuple[str, ...]
     unacceptable: tuple[str, ...]
     unjudged: tuple[str, ...]  # without quality where others have it: never recommended
-    borderline: tuple[str, ...]  # acceptable or not, but the interval holds the limit
+    borderline: tuple[str, ...]  # unacceptable only because an interval reaches across a limit
     failed: tuple[str, ...]
+    unpaired: tuple[str, ...]  # ties of these are guessed from overlapping intervals: they have no numbers by window
     quality_measured: bool
     batch: int | None  # requests at once that the fastest is about
 
@@ -64,6 +70,7 @@ def choose(comparison: Comparison) -> Choice:
         unjudged=_names(found for found in whole if found not in acceptable and ratio_of(found) is None),
         borderline=_names(found for found in whole if _is_borderline(found)),
         failed=_names(found for found in comparison.formats if found.error is not None),
+        unpaired=_names(found for found in whole if not found.baseline and _lacks_windows(found)),
         quality_measured=measured,
         batch=batch,
     )
@@ -73,21 +80,26 @@ def rules() -> tuple[str, ...]:
     """The rules as the report prints them."""
     limit, saving, tie = (f"{100 * share:.0f} %" for share in (ACCEPTABLE_RATIO - 1, WORTHWHILE_SAVING, SAME_SPEED))
     return (
-        f"Acceptable: perplexity at most {limit} above the unquantized model's.",
+        f"Acceptable: perplexity at most {limit} above the unquantized model's, and KL divergence at most "
+        f"{ACCEPTABLE_KL:g} nats per token. The upper ends of both 95 % intervals must keep the limits; one window has "
+        "no interval, and its values count.",
         "Smallest: the fewest bytes among acceptable quantized formats.",
         "Fastest: the most tokens per second at the smallest batch that was measured, among acceptable formats and the "
         "unquantized model.",
         f"Best quality: the least KL divergence among acceptable quantized formats that save at least {saving} of the "
         "bytes.",
-        "A tie in quality: each value lies within the other's confidence interval. "
+        "A tie in quality: the paired difference of KL divergence, window by window over the same windows, has an "
+        "interval that holds 0. Results that were stored without numbers by window tie where their intervals overlap.",
         f"A tie in speed: less than {tie} apart, since each load was timed once.",
         "A format that failed is never recommended.",
     )
 
 
 def is_acceptable(found: FormatResult) -> bool:
-    ratio = ratio_of(found)
-    return found.baseline or (ratio is not None and ratio.value <= ACCEPTABLE_RATIO)
+    ratio, kl = ratio_of(found), divergence_of(found)
+    if found.baseline or ratio is None or kl is None:
+        return found.baseline
+    return ratio.upper <= ACCEPTABLE_RATIO and kl.upper <= ACCEPTABLE_KL
 
 
 def ratio_of(found: FormatResult) -> Interval | None:
@@ -96,6 +108,17 @@ def ratio_of(found: FormatResult) -> Interval | None:
 
 def divergence_of(found: FormatResult) -> Interval | None:
     return None if found.quality is None else found.quality.kl
+
+
+def same_quality(one: FormatResult, other: FormatResult) -> bool:
+    """Whether the KL divergence of two formats cannot be told apart."""
+    if one.quality is None or other.quality is None:
+        return False
+    difference = kl_difference(one.quality, other.quality)
+    if difference is not None:
+        return difference.holds(0.0)
+    ours, theirs = one.quality.kl, other.quality.kl
+    return ours is not None and theirs is not None and ours.overlaps(theirs)
 
 
 def speed_at(found: FormatResult, batch: int | None) -> Speed | None:
@@ -130,12 +153,7 @@ def _best(comparison: Comparison, formats: Sequence[FormatResult]) -> Pick:
     saving = [found for found in formats if not found.baseline and found.size and found.size.bytes <= most]
     known = {found.name: kl for found in saving if (kl := divergence_of(found)) is not None}
     candidates = [found for found in saving if found.name in known]
-    return _pick(
-        BEST,
-        candidates,
-        lambda found: known[found.name].value,
-        lambda one, other: _within(known[one.name], known[other.name]),
-    )
+    return _pick(BEST, candidates, lambda found: known[found.name].value, same_quality)
 
 
 def _pick(
@@ -152,18 +170,16 @@ def _pick(
     return Pick(need, best.name, _names(ties))
 
 
-def _within(one: Interval, other: Interval) -> bool:
-    """Each value lies within the other's interval."""
-    return _holds(one, other.value) and _holds(other, one.value)
-
-
-def _holds(interval: Interval, value: float) -> bool:
-    return interval.low is not None and interval.high is not None and interval.low <= value <= interval.high
+def _lacks_windows(found: FormatResult) -> bool:
+    """Whether its quality is known, but cannot be paired with another's window by window."""
+    return found.quality is not None and found.quality.kl is not None and found.quality.window_kl is None
 
 
 def _is_borderline(found: FormatResult) -> bool:
-    ratio = ratio_of(found)
-    return not found.baseline and ratio is not None and _holds(ratio, ACCEPTABLE_RATIO)
+    ratio, kl = ratio_of(found), divergence_of(found)
+    if is_acceptable(found) or ratio is None or kl is None:
+        return False
+    return ratio.value <= ACCEPTABLE_RATIO and kl.value <= ACCEPTABLE_KL
 
 
 def _names(formats: Iterable[FormatResult]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from quantkit.eval.report.chart import Chart
 from quantkit.eval.report.markup import Markup, join, tag
 from quantkit.eval.report.rules import BEST, FASTEST, SMALLEST, Pick
 from quantkit.eval.report.sentences import figure, listed, need_words
+from quantkit.eval.report.sources import source_lines
 from quantkit.eval.report.tables import Row, Table, main_table
 from quantkit.eval.report.verdict import Verdict
 from quantkit.wording import human_count
@@ -92,7 +93,7 @@ def _chart(chart: Chart) -> Markup:
 
 
 def table_section(comparison: Comparison, verdict: Verdict) -> Markup:
-    table = main_table(comparison)
+    table, sources = main_table(comparison), source_lines(comparison)
     tags = {need: verdict.pick(need).format for need in (SMALLEST, FASTEST, BEST)}
     meanings = {column.meaning: _column_words(column.group, column.title) for column in table.columns}
     terms = [tag("div", tag("dt", name), tag("dd", meaning)) for meaning, name in meanings.items() if meaning]
@@ -104,6 +105,7 @@ def table_section(comparison: Comparison, verdict: Verdict) -> Markup:
         tag("p", lead, hint, class_="lead"),
         html_table(table, tags, sortable=True),
         tag("dl", *terms, class_="meanings") if terms else None,
+        tag("ul", *(tag("li", f"{what}: {text}") for what, text in sources), class_="sources") if sources else None,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.report import numbers
 from quantkit.eval.report.rules import (
+    ACCEPTABLE_KL,
     ACCEPTABLE_RATIO,
     BEST,
     FASTEST,
@@ -17,9 +18,12 @@ from quantkit.eval.report.rules import (
     Pick,
     divergence_of,
     ratio_of,
+    same_quality,
     speed_at,
 )
 from quantkit.wording import human_bytes
+
+_KL_LIMIT = f"at most {ACCEPTABLE_KL:g} nats of KL divergence, with the upper ends of their intervals"
 
 
 def two_sentences(comparison: Comparison, choice: Choice) -> tuple[str, str]:
@@ -91,7 +95,7 @@ def _doubts(comparison: Comparison, choice: Choice) -> Iterator[str]:
     """What the reader must know to believe the recommendation, the weightiest first."""
     yield _limit_words(comparison, choice)
     yield from _missing(choice)
-    yield from _unsure(choice)
+    yield from _unsure(comparison, choice)
     if choice.batch is not None and not comparison.machine.gpu:
         yield "speeds are this CPU's and say nothing about a GPU"
     if choice.failed:
@@ -105,15 +109,23 @@ def _limit_words(comparison: Comparison, choice: Choice) -> str:
     if not choice.quality_measured:
         return "quality was not measured, so only size and speed are judged"
     base = comparison.baseline.name if comparison.baseline else "the unquantized model"
-    limit = f"at most {100 * (ACCEPTABLE_RATIO - 1):.0f} % more perplexity than {base}"
+    limit = f"at most {100 * (ACCEPTABLE_RATIO - 1):.0f} % more perplexity than {base} and {_KL_LIMIT}"
     if not any(name != base for name in choice.acceptable):
-        closest = min(choice.unacceptable, key=lambda name: _divergence(comparison, name), default=None)
-        nearest = f", and {closest} is the closest" if closest else ""
-        return f"no quantized format is acceptable here, which means {limit}{nearest}"
+        return f"no quantized format is acceptable here, which means {limit}{_nearest(comparison, choice)}"
     if not choice.unacceptable:
         return f"acceptable means {limit}, which all of them keep"
     verb = "misses" if len(choice.unacceptable) == 1 else "miss"
     return f"acceptable means {limit}, which {listed(choice.unacceptable)} {verb}"
+
+
+def _nearest(comparison: Comparison, choice: Choice) -> str:
+    """The least lossy of the formats that miss the limit, with those that cannot be told apart from it."""
+    missing = [found for name in choice.unacceptable if (found := named(comparison, name)) is not None]
+    if not missing:
+        return ""
+    first = min(missing, key=lambda found: _divergence(comparison, found.name))
+    closest = [first.name, *(found.name for found in missing if found is not first and same_quality(first, found))]
+    return f", and {listed(closest)} {'is' if len(closest) == 1 else 'are'} the closest"
 
 
 def _missing(choice: Choice) -> Iterator[str]:
@@ -126,14 +138,28 @@ def _missing(choice: Choice) -> Iterator[str]:
         yield f"no acceptable format is known to save {saving}, so none is named for quality"
 
 
-def _unsure(choice: Choice) -> Iterator[str]:
+def _unsure(comparison: Comparison, choice: Choice) -> Iterator[str]:
     same = {FASTEST: "speed", BEST: "quality", SMALLEST: "size"}
     for pick in choice.picks:
         if pick.ties and pick.format is not None:
             others = listed(pick.ties)
             yield f"in {same[pick.need]} {others} cannot be told apart from {pick.format} here"
+    yield from _unpaired(comparison, choice)
     if choice.borderline:
-        yield f"for {listed(choice.borderline)} the confidence interval reaches across that limit"
+        yield f"for {listed(choice.borderline)} only the interval reaches across a limit, so more windows may decide"
+
+
+def _unpaired(comparison: Comparison, choice: Choice) -> Iterator[str]:
+    """What stands on less than paired differences."""
+    judged = [found for found in comparison.formats if found.quality and found.name not in choice.failed]
+    if len([found for found in judged if not found.baseline]) < 2:
+        return
+    if choice.unpaired:
+        whose = f"the stored {'result' if len(choice.unpaired) == 1 else 'results'} of {listed(choice.unpaired)}"
+        verb = "has" if len(choice.unpaired) == 1 else "have"
+        yield f"{whose} {verb} no numbers by window, so ties in quality are guessed from overlapping intervals"
+    elif all(found.quality and found.quality.compared_windows == 1 for found in judged):
+        yield "one window cannot say how sure the order in quality is"
 
 
 def _divergence(comparison: Comparison, name: str) -> float:

@@ -25,6 +25,7 @@ DEFAULT_FORMATS = "w4,nf4,llm-int8,w8a8,fp8"
 DEFAULT_SHAPE = "llama-3.1-8b"
 _FORMATS = f"Formats, attention, or all; default: {DEFAULT_FORMATS}."
 _SHAPES = f"Models, or layers as OUTxIN; default: {DEFAULT_SHAPE}."
+_SHAPE_FORMATS = "Of a shape: formats of `bench kernels`, or recipes; default: w4,nf4,llm-int8,bf16."
 _PEERS = "torch, tinygemm, gemlite, bitsandbytes; default: those installed."
 
 
@@ -159,10 +160,11 @@ def _numbers(text: str) -> list[int]:
 @command.command("engine", short_help="Time whole answers of the engine, many requests at once.")
 @click.argument("model", required=False)
 @click.option("--shape", metavar="S", help=f"A model's shape with random weights; default: {DEFAULT_SHAPE}.")
-@click.option("--format", "formats", multiple=True, metavar="F", help="Of a shape; default: w4,nf4,llm-int8,bf16.")
+@click.option("--format", "formats", multiple=True, metavar="F", help=_SHAPE_FORMATS)
 @click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Requests at once.")
 @click.option("--prompt-len", type=click.IntRange(min=1), help="Default: 128, for 256 requests and more 512.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompts' random tokens.")
 @click.option("--no-tables", is_flag=True, help="Kernels as estimated, as if this GPU had never been measured.")
 @click.option("--zero-weights", is_flag=True, help="Of a shape: zeros, on which a GPU draws less power and is faster.")
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/engine.csv.")
@@ -176,6 +178,7 @@ def engine(
     batch: str,
     prompt_len: int | None,
     new_tokens: int,
+    seed: int,
     no_tables: bool,
     zero_weights: bool,
     output: Path | None,
@@ -202,7 +205,16 @@ def engine(
     path = where_rows_go(output, not no_save)
     named, sizes = model or shape or DEFAULT_SHAPE, _numbers(batch)
     rows = measure_engines(
-        named, _split(*formats), sizes, prompt_len, new_tokens, options, path, zeros=zero_weights, tables=not no_tables
+        named,
+        _split(*formats),
+        sizes,
+        prompt_len,
+        new_tokens,
+        options,
+        path,
+        zeros=zero_weights,
+        seed=seed,
+        tables=not no_tables,
     )
     if as_json:
         print_json(

@@ -32,6 +32,7 @@ def measure_engines(
     path: Path | None,
     *,
     zeros: bool = False,
+    seed: int = 0,
     tables: bool = True,
 ) -> list[EngineRow]:
     """A row for every format and batch; without `tables`, kernels are those of a GPU that nobody has measured."""
@@ -52,14 +53,21 @@ def measure_engines(
         raise InputError(f"--zero-weights is for a --shape; '{model}' has weights of its own")
     rows = []
     with progress_bar("engine") as advance, nullcontext() if tables else hidden_tables():
-        for row in _rows(model, names, loads, chosen, path, zeros, "" if tables else ", estimated kernels"):
+        for row in _rows(model, names, loads, chosen, path, zeros, seed, "" if tables else ", estimated kernels"):
             rows.append(row)
             advance(f"{row.started.format} b{row.times.load.batch}", len(names) * len(loads))
     return rows
 
 
 def _rows(
-    model: str, formats: list[str], loads: list[Any], options: Any, path: Path | None, zeros: bool, how: str
+    model: str,
+    formats: list[str],
+    loads: list[Any],
+    options: Any,
+    path: Path | None,
+    zeros: bool,
+    seed: int,
+    how: str,
 ) -> Iterator[EngineRow]:
     import torch
 
@@ -75,7 +83,7 @@ def _rows(
         if bandwidth is None:
             bandwidth = measure_bandwidth(device)
         for load in loads:
-            row = results.EngineRow(started, measure(engine, load, bandwidth), peak_memory(device))
+            row = results.EngineRow(started, measure(engine, load, bandwidth, seed=seed), peak_memory(device))
             if path:
                 described = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
                 results.append(path, described, row)

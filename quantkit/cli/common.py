@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import progress as bars
@@ -17,7 +17,10 @@ from rich.table import Table
 from quantkit.defaults import DEVICE
 from quantkit.devices import NAMES
 from quantkit.progress import Progress
-from quantkit.wording import human_bytes
+from quantkit.wording import human_bytes, model_name
+
+if TYPE_CHECKING:
+    from quantkit.provenance import Provenance
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the output folder if it is a checkpoint.")
@@ -44,6 +47,12 @@ device_option = click.option(
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_provenance(model: str, base: str | None, provenance: Provenance) -> None:
+    """Under the numbers that it belongs to."""
+    click.echo(f"calibration of {model_name(model)}: {provenance.calibration}")
+    click.echo(f"{'base model' if base else 'origin of'} {model_name(base or model)}: {provenance.origin}")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], footer: str = "") -> None:

@@ -35,7 +35,7 @@ _CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
 @click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens of a calibration sequence.")
 @click.option("--batch", metavar="N,...", help=f"Requests at once; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}.")
-@click.option("--new-tokens", type=click.IntRange(min=1), metavar="N", help="Of an answer: 256, on a CPU 32.")
+@click.option("--new-tokens", type=click.IntRange(min=2), metavar="N", help="Of an answer: 256, on a CPU 32.")
 @click.option("--no-reference", is_flag=True, help="Measure quality on quantkit's runtime only, not on transformers.")
 @device_option
 @click.option("--seed", default=0, show_default=True, help="Of calibration, prompts and intervals.")
@@ -157,6 +157,7 @@ def as_report_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def print_comparison(comparison: Comparison, page: Path) -> None:
+    from quantkit.eval.report.sources import source_lines
     from quantkit.eval.report.verdict import judge
 
     batches = sorted({speed.batch for found in comparison.formats if found.running for speed in found.running.speeds})
@@ -168,6 +169,8 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
             click.echo(f"{found.name} failed: {found.error}")
     for note in comparison.notes:
         click.echo(f"note: {note}")
+    for what, text in source_lines(comparison):
+        click.echo(f"{what}: {text}")
     click.echo("\n" + " ".join(judge(comparison).sentences))
     click.echo(f"\nThe report: {page}")
 

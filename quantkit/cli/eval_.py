@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.common import device_option, json_option, print_json, print_table, progress_bar
+from quantkit.cli.common import device_option, json_option, print_json, print_provenance, print_table, progress_bar
 from quantkit.defaults import WINDOW
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
               help="Runtime: GPUs among which every layer is divided.")  # fmt: skip
 @click.option("--pipeline-parallel", default=1, show_default=True, metavar="N",
               help="Runtime: stages of consecutive blocks, each on GPUs of its own.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Of the intervals' resampling.")
 @click.option("--tasks", metavar="NAMES", help="Run these lm-eval tasks instead, separated by commas.")
 @click.option("--limit", type=_COUNT, metavar="N", help="Tasks: the first N items of each.")
 @click.option("--fewshot", type=click.IntRange(min=0), metavar="N", help="Tasks: examples before each question.")
@@ -79,6 +80,7 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     docs/eval.md says which number to look at.
     """
     from quantkit.devices import resolve_device
+    from quantkit.provenance import provenance_of
 
     of_tasks = {name: options.pop(name) for name in _TASK_OPTIONS}
     of_behaviour = {name: options.pop(name) for name in _BEHAVIOUR_OPTIONS}
@@ -98,15 +100,17 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     options["backend"] = options["backend"] or "reference"
     _check_options(base, options)
     result, layers = _measure(model, base, options)
+    provenance = provenance_of(model, base)
     if as_json:
         more = {"layers": layers.to_dict()} if layers else {}
-        print_json({"model": model, "base": base} | result.to_dict() | more)
+        print_json({"model": model, "base": base} | result.to_dict() | {"provenance": provenance.to_dict()} | more)
     else:
         _print(result, layers, base)
+        print_provenance(model, base, provenance)
 
 
 def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
-    of_perplexity = {name: options[name] for name in (*_PERPLEXITY_OPTIONS, "base", "head_bits")}
+    of_perplexity = _of_perplexity(options) | {name: options[name] for name in ("base", "head_bits")}
     _refuse(of_perplexity, "is about perplexity, which --tasks does not measure; leave one out")
     from quantkit.cli.eval_tasks import evaluate_tasks
 
@@ -119,8 +123,7 @@ def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict
 def _evaluate_behaviour(
     model: str, base: str | None, asked: dict[str, Any], options: dict[str, Any], as_json: bool
 ) -> None:
-    of_perplexity = {name: options[name] for name in _PERPLEXITY_OPTIONS}
-    _refuse(of_perplexity, "is about perplexity, which --behaviour does not measure; leave one out")
+    _refuse(_of_perplexity(options), "is about perplexity, which --behaviour does not measure; leave one out")
     if options["backend"] == "reference":
         raise click.UsageError("--behaviour runs on the engine; leave --backend reference out")
     if asked["behaviour_gate"] and not base:
@@ -129,6 +132,10 @@ def _evaluate_behaviour(
 
     engine = {name: options[name] for name in ("device", "dtype", "head_bits", *_RANKS)}
     evaluate_behaviour(model, base, **asked, engine=engine, as_json=as_json)
+
+
+def _of_perplexity(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in _PERPLEXITY_OPTIONS} | {"seed": options["seed"] or None}  # 0: not given
 
 
 def _refuse(given: dict[str, Any], why: str) -> None:
@@ -173,7 +180,9 @@ def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[Qua
     reference = _load("loading base", base, options | {"head_bits": None}) if base else None
     compared = options["kl_windows"] or _KL_WINDOWS
     with progress_bar("windows") as advance:
-        result = measure_quality(predictor, windows, reference, base_windows=compared, on_window=advance)
+        result = measure_quality(
+            predictor, windows, reference, base_windows=compared, on_window=advance, seed=options["seed"]
+        )
     if not (base and options["layers"]):
         return result, None
     del predictor, reference  # their memory: blocks are loaded one by one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.cli.common import print_json, print_table, progress_bar
+from quantkit.cli.common import print_json, print_provenance, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.eval.tasks.results import Score, TaskResults
@@ -27,6 +27,7 @@ def evaluate_tasks(
 ) -> None:
     """Scores of lm-eval tasks, as a table or as JSON."""
     from quantkit.eval.tasks.run import run_tasks
+    from quantkit.provenance import provenance_of
 
     with progress_bar("items") as advance:
         found = run_tasks(
@@ -42,14 +43,16 @@ def evaluate_tasks(
             **(ranks or {}),
             on_item=advance,
         )
+    provenance = provenance_of(model)
     if as_json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() | {"provenance": provenance.to_dict()})
         return
     rows = [
         (score.task, score.name, f"{score.value:.4f}", _stderr(score), _direction(score), score.n)
         for score in found.scores
     ]
     print_table(f"{model}: tasks", ("task", "metric", "value", "± stderr", "better", "n"), rows, footer=_footer(found))
+    print_provenance(model, None, provenance)
 
 
 def _stderr(score: Score) -> str:

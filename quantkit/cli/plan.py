@@ -13,7 +13,8 @@ from quantkit.errors import InputError
 if TYPE_CHECKING:
     from quantkit.eval.plan.gpus import Gpu
     from quantkit.eval.plan.parallel import ParallelPlan
-    from quantkit.eval.plan.plan import FormatPlan, Question, ServingPlan
+    from quantkit.eval.plan.plan import FormatPlan, ServingPlan
+    from quantkit.eval.plan.question import Question
 
 _KV = "Of the cache: auto is 16 bit."
 _RECIPES = "Recipes to plan for, comma-separated names or YAML files; bf16 is always there. Default: eight of them."
@@ -21,6 +22,7 @@ _GPU = "Such as h100 or rtx4090; default: the one here, else all of them for mem
 _TENSOR = "Plan for ranks that cut every layer; one number or several, such as 2,4,8."
 _PIPELINE = "Plan for stages of consecutive layers; one number or several."
 _LINK = "Between GPUs: nvlink, pcie, pcie4, GB/s each way, or GB/s:us of a hop.  [default: nvlink,pcie]"
+_NEW = "Of the context, those of the answer, for costs; default: 256, at most half of it."
 _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 
 
@@ -31,9 +33,10 @@ _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 @click.option(
     "--context", default=4096, show_default=True, metavar="N", help="Tokens of one request, prompt and answer."
 )
+@click.option("--new-tokens", type=int, metavar="N", help=_NEW)
 @click.option("--batch", default="1,8,32,128", show_default=True, metavar="LIST", help="Requests at once.")
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8"]), help=_KV)
-@click.option("--price-per-hour", type=float, metavar="P", help="Of the GPU, in any currency: adds a table of costs.")
+@click.option("--price-per-hour", type=float, metavar="P", help="Of the GPU, in any currency: adds estimated costs.")
 @click.option("--efficiency", default=1.0, show_default=True, metavar="X", help=_EFFICIENCY)
 @click.option("--tensor-parallel", metavar="LIST", help=_TENSOR)
 @click.option("--pipeline-parallel", metavar="LIST", help=_PIPELINE)
@@ -45,6 +48,7 @@ def command(
     formats: tuple[str, ...],
     gpu: str | None,
     context: int,
+    new_tokens: int | None,
     batch: str,
     kv_dtype: str,
     price_per_hour: float | None,
@@ -67,9 +71,9 @@ def command(
     quantkit plan llama-3.1-70b --gpu h100 --price-per-hour 2.5 --efficiency 0.5
     quantkit plan llama-3.1-70b --tensor-parallel 2,4,8 --link nvlink
     """
-    from quantkit.eval.plan.plan import Question
+    from quantkit.eval.plan.question import Question
 
-    question = Question(context, _numbers("--batch", batch), kv_dtype, price_per_hour, efficiency)
+    question = Question(context, _numbers("--batch", batch), kv_dtype, price_per_hour, efficiency, new_tokens)
     names = [name for given in formats for name in given.split(",") if name]
     chosen, note = _choose_gpu(gpu)
     if tensor_parallel is not None or pipeline_parallel is not None:
@@ -262,16 +266,14 @@ def _limits(found: FormatPlan) -> tuple[str, str, str]:
 
 
 def _print_cost(plan: ServingPlan) -> None:
-    price, share = plan.question.price_per_hour, plan.question.efficiency
+    from quantkit.eval.plan.cost import COST_TITLE, cost_meaning
+
     columns = ("format", *(f"batch {size}" for size in plan.question.batches))
     rows = [
         (found.name, *(f"{speed.cost:.3f}" if speed.fits and speed.cost is not None else "-" for speed in found.speeds))
         for found in plan.formats
     ]
-    meaning = "A lower bound: no engine is as fast as the ceiling."
-    if share != 1:
-        meaning = f"At {share:g} of the ceiling, the --efficiency that was given."
-    print_table(f"Cost of a million output tokens at {price:g} an hour", columns, rows, meaning)
+    print_table(COST_TITLE, columns, rows, cost_meaning(plan.question))
 
 
 def _count(number: int) -> str:

@@ -26,6 +26,7 @@ from quantkit.gguf_import.reader import GgufFile, open_gguf
 from quantkit.gguf_import.tokenizer import tokenizer_files
 from quantkit.gguf_import.weights import placements, read_weight, tensor_types
 from quantkit.progress import Progress, silent
+from quantkit.provenance import IMPORT_RECORD, import_record
 
 __all__ = ["import_gguf"]
 
@@ -59,6 +60,7 @@ def import_gguf(
         writer.add_json("generation_config.json", generation_config(source, config))
         writer.add_json("tokenizer.json", tokenizer)
         writer.add_json("tokenizer_config.json", settings)
+        writer.add_json(IMPORT_RECORD, import_record(file, tensor_types(source)))
         writer.finish()
     facts = {"file": str(file), "output": str(output), "parameters": parameters, "tensors": len(places)}
     return {

@@ -245,7 +245,7 @@ def _calibration_words(record: Mapping[str, Any] | None) -> list[str]:
         return []
     options = {"--samples": record.get("asked"), "--seq-len": record.get("seq_len"), "--seed": record.get("seed")}
     source = _name_only(record.get("source"))
-    if source != CALIBRATION_TEXT.name:
+    if not record.get("default", source == CALIBRATION_TEXT.name):
         options[_SOURCE_OPTION] = source
     return [word for option, value in options.items() if value is not None for word in (option, str(value))]
 

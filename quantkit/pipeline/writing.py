@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from quantkit.pipeline.model_card import CardFacts, license_of, model_card
 from quantkit.pipeline.quality import Quality, compare_by_blocks
 from quantkit.pipeline.report import LayerReport, QuantizeReport
 from quantkit.pipeline.verification import verify_written
+from quantkit.provenance import QUANTIZATION_LOG, origin_of
 
 LM_HEAD = "lm_head"  # stays as it is: half the readers cannot load a quantized one
 
@@ -58,7 +60,7 @@ def write_checkpoint(
             quality = _quality(job, folder)
             sizes = (source_bytes, writer.total_bytes)
             report = QuantizeReport(str(job.output), job.recipe.name, name, *sizes, job.calibration, quality, layers)
-            writer.add_text("quantization_log.jsonl", _log(job, report, allocation))
+            writer.add_text(QUANTIZATION_LOG, _log(job, report, allocation))
             writer.add_text("README.md", _card(job, report, chosen))
 
         writer.finish(check)
@@ -100,6 +102,7 @@ def _log(job: Job, report: QuantizeReport, allocation: Mapping[str, Any] | None)
         "recipe": job.recipe.to_dict(),
         "device": job.device,
         "calibration": report.calibration,
+        "origin": asdict(origin_of(job.source.folder)),
         "quality": report.quality.to_dict() if report.quality else None,
         "bits_per_weight": report.bits_per_weight,
         "warnings": report.warnings,

@@ -12,10 +12,12 @@ import torch
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.eval.kernels.cases import FORMATS
+from quantkit.eval.plan.cost import cost_of_million
 from quantkit.eval.plan.gpus import GPUS, Gpu, find_gpu, recognise
 from quantkit.eval.plan.memory import LIBRARIES, SEQUENCES, STEP_TOKENS, fit, reserve_of
 from quantkit.eval.plan.model import Decoder, PlannedModel, read_model
-from quantkit.eval.plan.plan import Question, plan_serving
+from quantkit.eval.plan.plan import plan_serving
+from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.roofline import HELPS, Ceiling, stops_helping
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.plan.weights import WeightPlan, in_format, quantized, unquantized
@@ -247,7 +249,24 @@ def test_cost_follows_the_ceiling() -> None:
     asked = Question(batches=(4,), price_per_hour=3.0, efficiency=0.5)
     (plain, _) = plan_serving(model, [load_recipe("nf4")], H200, asked).formats
     speed = plain.speeds[0]
-    assert speed.cost == pytest.approx(3.0 / 3600 / (0.5 * speed.step.tokens_per_second) * 1e6)
+    assert (asked.prompt, asked.new) == (3840, 256)
+    seconds = plain.ceiling.prefill_seconds(3840, 4) + 255 * plain.ceiling.decode(4, 3840 + 127).seconds
+    assert speed.cost == pytest.approx(3.0 / 3600 * seconds / 0.5 / (4 * 256) * 1e6)
+
+
+def test_cost_counts_the_prompt_and_the_mean_context() -> None:
+    """Steps at the full context and no prompts would be too dear for a long answer, too cheap for a long prompt."""
+    costs = {}
+    for new in (64, 3840):
+        asked = Question(batches=(128,), price_per_hour=1.0, answer=new)
+        speed = plan_serving(model_of("llama-3.1-8b"), [], H200, asked).formats[0].speeds[0]
+        assert speed.cost is not None
+        costs[new] = speed.cost
+    decoded_at_the_end = 1.0 / (3600 * speed.step.tokens_per_second) * 1e6
+    assert costs[3840] < decoded_at_the_end < costs[64]
+    assert Question(context=4096, answer=3840).mean_context == 256 + 1919
+    assert (Question(context=100).new, Question(context=1).prompt) == (50, 1)
+    assert cost_of_million(Question(), 100.0) is None
 
 
 def test_smaller_caches_hold_twice_as_much() -> None:

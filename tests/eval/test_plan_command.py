@@ -31,7 +31,7 @@ def test_a_plan_for_one_gpu(run_cli: Cli) -> None:
     assert "x as fast" in second
     for word in ("131,072 bytes a token", "16.06", "5.73", "smoothquant-w8a8", "data sheet", "ceilings", "10^9 bytes"):
         assert word in out
-    assert "Cost" not in out
+    assert "Cost, estimated" not in out
 
 
 def test_without_a_gpu_all_of_them_are_compared(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,8 @@ def test_json_holds_everything(run_cli: Cli) -> None:
     assert [speed["batch"] for speed in nf4["decode"]] == [1, 256]
     assert [speed["fits"] for speed in nf4["decode"]] == [True, False]
     assert nf4["decode"][0]["times_bf16"] > 2.5
-    assert nf4["decode"][0]["cost_per_million_tokens"] > 0
+    assert nf4["decode"][0]["estimated_cost_per_million_output_tokens"] > 0
+    assert (found["question"]["prompt"], found["question"]["answer"]) == (3840, 256)
     assert nf4["bandwidth_bound_up_to_batch"] is None
     assert found["requests_by_gpu"]["h200"]["nf4"] == nf4["fit"]["requests"]
     assert found["formulas"]["format"] == "nf4"
@@ -75,7 +76,9 @@ def test_formulas_have_their_numbers(run_cli: Cli) -> None:
         "0.9 x 141.000 GB",
         "/ 4.8 TB/s",
         "decode, batch 64",
-        "a million tokens",
+        "3,840 of the prompt + half of 255 = 3,967 tokens",
+        "64 x 256 tokens / (64 prompts",
+        "a million tokens out",
     ):
         assert words in out, words
     assert "61 layers x 576 x 2 bytes = 70,272 bytes" in run_cli("plan", "deepseek-v3", "--explain", *H200)[1]
@@ -83,7 +86,12 @@ def test_formulas_have_their_numbers(run_cli: Cli) -> None:
 
 def test_costs_are_called_what_they_are(run_cli: Cli) -> None:
     args = ("plan", "llama-3.1-8b", *H200, "-r", "nf4", "--price-per-hour", "2.5")
-    assert "A lower bound: no engine is as fast as the ceiling." in run_cli(*args)[1]
+    whole = run_cli(*args)[1]
+    assert "Cost, estimated from data sheets" in whole
+    assert "Of a million output tokens at 2.5 an hour: prompts of 3,840 and answers of 256 tokens." in whole
+    assert "A lower bound, not a measurement: no engine is as fast as the ceiling." in whole
+    assert "Computing the prompts is counted, and steps at the mean context of 3,967 tokens" in whole
+    assert "prompts of 4,000 and answers of 96 tokens" in run_cli(*args, "--new-tokens", "96")[1]
     half = run_cli(*args, "--efficiency", "0.5")[1]
     assert "At 0.5 of the ceiling" in half
     assert "lower bound" not in half
@@ -137,8 +145,11 @@ def test_several_gpus(run_cli: Cli) -> None:
     assert out.startswith("2 x H200, tensor 2: nf4 takes")
     for words in ("tensor 8", "40,960", "2,637,824", "nvlink 64", "pcie 1", "pipeline ahead from batch"):
         assert words in out, words
-    assert "Cost" not in out
-    assert "At 3 an hour for each GPU; a lower bound." in run_cli(*args, "--price-per-hour", 3)[1]
+    assert "Cost, estimated" not in out
+    priced = run_cli(*args, "--price-per-hour", 3)[1]
+    assert "Cost, estimated from data sheets" in priced
+    assert "Of a million output tokens at 3 an hour for each GPU, nvlink between them" in priced
+    assert "A lower bound, not a measurement" in priced
     found = json.loads(run_cli(*args, "--json")[1])
     for layout in found["layouts"]:
         plain, nf4 = layout["formats"]
@@ -204,6 +215,8 @@ def test_layouts_that_cannot_be(
         (("demo", "--batch", "1,x"), ("--batch is '1,x'", "whole numbers")),
         (("demo", "--batch", "0"), ("--batch is [0]", "1 to 4096")),
         (("demo", "--context", "0"), ("--context is 0", "1 or more")),
+        (("demo", "--new-tokens", "4096"), ("--new-tokens is 4096", "room for a prompt")),
+        (("demo", "--new-tokens", "0"), ("--new-tokens is 0", "1 or more")),
         (("demo", "--price-per-hour", "-1"), ("--price-per-hour is -1", "more than 0")),
         (("demo", "--efficiency", "1.5"), ("--efficiency is 1.5", "at most 1")),
     ],

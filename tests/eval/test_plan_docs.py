@@ -25,7 +25,7 @@ def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.splitlines()]
 
 
-CASES = [(page, *found) for page in ("scaling.md", "plan.md") for found in transcripts(page) if "parallel" in found[0]]
+CASES = [(page, *found) for page in ("scaling.md", "plan.md") for found in transcripts(page) if "--gpu" in found[0]]
 
 
 @pytest.mark.parametrize(("page", "command", "shown"), CASES, ids=[f"{page}: {command}" for page, command, _ in CASES])

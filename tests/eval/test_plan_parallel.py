@@ -24,7 +24,8 @@ from quantkit.eval.plan.parallel import (
     spread,
     step_seconds,
 )
-from quantkit.eval.plan.plan import Question, plan_serving
+from quantkit.eval.plan.plan import plan_serving
+from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.shards import Shard, shard
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.plan.weights import Chosen, choose, in_format, keep, quantized, unquantized
@@ -119,6 +120,23 @@ def test_one_rank_is_the_plan_for_one_gpu(name: str, recipe: str) -> None:
     assert replace(stage.fit) == one.fit
     for batch in (1, 64):
         assert step_seconds(here.times(NVLINK, 4096), batch) == pytest.approx(one.ceiling.decode(batch, 4096).seconds)
+        assert here.prefill_seconds(NVLINK, 512, batch) == pytest.approx(one.ceiling.prefill_seconds(512, batch))
+
+
+def test_a_pipeline_fills_and_drains_with_prompts() -> None:
+    """Four equal stages, four prompts: seven times what a stage takes, of which a stage works four."""
+    found = plan("llama-3.1-8b", Ranks(1, 4)).formats[0].spreads[Ranks(1, 4)]
+    stages = [stage.ceiling.prefill_seconds(512) + NVLINK.send(512 * found.boundary_bytes) for stage in found.stages]
+    assert found.prefill_seconds(NVLINK, 512, 4) == pytest.approx(sum(stages) + 3 * max(stages))
+    assert found.prefill_seconds(NVLINK, 512, 1) == pytest.approx(sum(stages))
+    assert 4 * 512 / found.prefill_seconds(NVLINK, 512, 4) >= found.prefill_tokens_per_second(NVLINK, 512)
+
+
+def test_several_gpus_answer_with_their_prompts() -> None:
+    found = plan("llama-3.1-8b", Ranks(2)).formats[0]
+    prompts, steps = found.spreads[Ranks(2)].prefill_seconds(NVLINK, 1000, 8), found.seconds(Ranks(2), NVLINK, 8, 1050)
+    rate = found.answer_tokens_per_second(Ranks(2), NVLINK, 8, 1000, 101)
+    assert rate == pytest.approx(8 * 101 / (prompts + 100 * steps))
 
 
 def test_fused_and_biased_families_are_cut_part_by_part() -> None:

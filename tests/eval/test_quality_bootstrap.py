@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.eval.quality.bootstrap import Interval, Resamples
+from quantkit.eval.quality.bootstrap import Interval, Resamples, paired_difference
 
 TRIALS = 400
 
@@ -77,3 +77,46 @@ def test_one_window_cannot_tell() -> None:
     assert found.text(".2f") == "2.00"
     assert found.scaled(lambda value: 2 * value) == Interval(4.0)
     assert Interval(1, 0.5, 2).text(".1f") == "1.0 [0.5, 2.0]"
+
+
+def test_paired_differences_see_what_overlapping_intervals_hide() -> None:
+    """Windows share their luck: separately neither value is known to 10 %, their difference of 2 % is clear."""
+    hard = (0.1 + 0.05 * torch.randn(32, generator=torch.Generator().manual_seed(6), dtype=torch.float64)).tolist()
+    worse = [value + 0.002 for value in hard]
+    apart = [
+        Resamples.draw(32, 0).ratio(torch.tensor(values).double(), torch.ones(32).double()) for values in (hard, worse)
+    ]
+    assert apart[0].overlaps(apart[1])
+    found = paired_difference(worse, hard, 0)
+    assert found.value == pytest.approx(0.002)
+    assert not found.holds(0.0)
+    assert paired_difference(hard, worse, 0).value == pytest.approx(-0.002)
+
+
+def test_paired_differences_of_the_same_mean_hold_nothing_about_95_times_in_100() -> None:
+    generator = torch.Generator().manual_seed(11)
+    held = 0
+    for trial in range(TRIALS):
+        shared = torch.randn(16, generator=generator, dtype=torch.float64)
+        ones, others = (shared + 0.1 * torch.randn(16, generator=generator, dtype=torch.float64) for _ in range(2))
+        held += paired_difference(ones.tolist(), others.tolist(), trial).holds(0.0)
+    assert 0.90 <= held / TRIALS <= 0.99
+
+
+def test_both_agree_where_the_difference_is_larger_than_all_luck() -> None:
+    low, high = [0.1, 0.12, 0.11, 0.09], [0.5, 0.52, 0.48, 0.51]
+    ones = torch.ones(4).double()
+    intervals = [Resamples.draw(4, 0).ratio(torch.tensor(values).double(), ones) for values in (low, high)]
+    assert not intervals[0].overlaps(intervals[1])
+    assert not paired_difference(low, high, 0).holds(0.0)
+    assert paired_difference(low, low, 0) == Interval(0.0, 0.0, 0.0)
+
+
+def test_one_pair_cannot_tell() -> None:
+    found = paired_difference([2.0], [1.0], 0)
+    assert found == Interval(1.0)
+    assert not found.holds(1.0)
+    assert found.upper == 1.0
+    assert Interval(1.0, 0.5, 2.0).upper == 2.0
+    assert Interval(1.0).overlaps(Interval(1.0, 0.0, 2.0))
+    assert not Interval(1.0).overlaps(Interval(1.5, 0.0, 2.0))

@@ -37,6 +37,9 @@ def test_text_and_json_say_the_same(int8: Path, run_cli: Cli) -> None:
     assert f"perplexity times {found['perplexity_ratio']['value']:.4f}" in out
     assert found["protocol"] in out
     assert found["arithmetic"] in out
+    assert found["provenance"]["calibration"]["default"] is True
+    assert "llm-int8: the default text calibration.txt, 2 samples of 64 tokens, 128 in all" in out
+    assert "base model demo-draft: trained for quantkit, without rounding noise" in out
     worst = max(max(errors) for errors in found["layers"]["linears"].values())
     assert f"{worst:.4f}" in out
 

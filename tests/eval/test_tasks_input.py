@@ -86,11 +86,13 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert "perplexity" in table
     assert "bits_per_byte" in table
     assert "quantkit's engine, float32 on cpu" in table
+    assert "origin of demo-draft: trained for quantkit" in table
     evaluate_tasks("demo-draft", "local_last_word", **COMMAND, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert {score["metric"]: score["n"] for score in found["scores"]} == {"acc": 2, "perplexity": 2}
     assert all(score["stderr"] >= 0 for score in found["scores"])
     assert found["task_versions"] == {"local_last_word": 1.0}
+    assert found["provenance"]["calibration"]["kind"] == "not quantized"
     assert found["limit"] == 2
     assert found["packages"]["lm_eval"]
 

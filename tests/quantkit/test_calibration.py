@@ -86,7 +86,9 @@ def test_record_says_what_was_asked_and_what_was_there(tokenizer: PreTrainedToke
     record = calibration.record(tokens)
     assert 1 < len(tokens) < 128
     assert len(record.pop("tokens_sha256")) == 64
-    assert record == {"source": "few.jsonl", "samples": len(tokens), "asked": 128, "seq_len": 4, "seed": 3}
+    asked = {"samples": len(tokens), "asked": 128, "seq_len": 4, "seed": 3}
+    assert record == {"source": "few.jsonl", "default": False} | asked
+    assert Calibration().record(tokens)["default"] is True
 
 
 def test_jsonl_texts_are_packed_with_end_of_text_between(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

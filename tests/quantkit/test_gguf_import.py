@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from quantkit.checkpoint import Checkpoint
 from quantkit.cli import main
 from quantkit.gguf_import import import_gguf
+from quantkit.provenance import Origin, origin_of
 
 TEXTS = (
     "Hello world",
@@ -266,6 +267,7 @@ def test_command_prints_a_summary_and_replaces_only_when_told(
     summary = json.loads(capsys.readouterr().out)
     assert summary["tensor_types"] == {"Q8_0": 16, "F32": 11}
     assert summary["parameters"] == sum(stored.nbytes for stored in Checkpoint(output).tensors.values()) // 4
+    assert origin_of(Path(output)) == Origin("gguf", file="m.gguf", tensor_types={"Q8_0": 16, "F32": 11})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
 
 

@@ -35,9 +35,10 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint_writer": {"errors", "formats", "checkpoint", "storage", "checksums"},
     "recipe": {"errors", "formats", "arch", "methods", "strict_yaml"},
     "engines": {"errors", "formats"},
-    "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer"},
+    "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer", "provenance"},
     "kernels": {"errors", "formats"},
     "calibration": {"bundled"},
+    "provenance": {"bundled", "checkpoint", "sources"},
     "divergence": set(),
     "served": {"checkpoint"},
     "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "stages"},
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "passes", "reference"}
-ALLOWED["pipeline"] |= {"devices", "stages", "storage", "checksums", "wording"}
+ALLOWED["pipeline"] |= {"devices", "provenance", "stages", "storage", "checksums", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}

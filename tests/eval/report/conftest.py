@@ -1,5 +1,6 @@
 """Comparisons as `quantkit compare` would measure them: plausible, and none of them measured."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,8 +23,10 @@ from quantkit.eval.compare.results import (
 from quantkit.eval.quality.bootstrap import Interval
 from quantkit.eval.quality.measure import QualityResult
 from quantkit.eval.report.write import write_report
+from quantkit.provenance import CalibrationData, Origin, Provenance
 
 LAYERS = 8
+WINDOWS = 64
 BATCHES = (1, 8, 32, 256)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HOSTILE = '<script>harm()</script> "it\'s" & 🦙 $x_1$ </pre>`|`\x00\x1b[31m' + "very-long-" * 12
@@ -62,6 +65,10 @@ def interval(value: float, spread: float) -> Interval:
     return Interval(value, value * (1 - spread), value * (1 + spread))
 
 
+# How much harder a window is than the average, the same for every format.
+HARDNESS = tuple(1 + 0.3 * math.sin(1.7 * window) for window in range(WINDOWS))
+
+
 def quality(ratio: float, kl: float, agreement: float, backend: str = "runtime") -> QualityResult:
     return QualityResult(
         perplexity=interval(23.98 * ratio, 0.03),
@@ -73,9 +80,9 @@ def quality(ratio: float, kl: float, agreement: float, backend: str = "runtime")
         top1_agreement=Interval(agreement, agreement - 0.004, min(1.0, agreement + 0.004)),
         tokens=65_472,
         bytes=289_113,
-        windows=64,
+        windows=WINDOWS,
         window=1024,
-        compared_windows=64,
+        compared_windows=WINDOWS,
         text="heldout.txt",
         protocol="heldout.txt: windows 64, window 1024 tokens, stride 1024, first token of a window not scored",
         backend=backend,
@@ -83,6 +90,8 @@ def quality(ratio: float, kl: float, agreement: float, backend: str = "runtime")
         device="cuda",
         arithmetic=f"{backend}: paged attention, bfloat16 on cuda",
         seed=0,
+        window_losses=tuple(math.log(23.98 * ratio) * hardness for hardness in HARDNESS),
+        window_kl=tuple(kl * hardness for hardness in HARDNESS),
     )
 
 
@@ -125,6 +134,10 @@ def format_result(name: str) -> FormatResult:
         damage=None if baseline else damage(kl**0.5 / 3),
         running=running(size, rates) if rates else None,
         samples=samples(BASE_TEXT if baseline else TEXTS[name]),
+        provenance=Provenance(
+            Origin("gguf", file="base.gguf", tensor_types={"Q8_0": 7}),
+            CalibrationData("unknown" if name == "nf4" else "text", "mine.jsonl", False, 64, 512),
+        ),
     )
 
 
@@ -173,7 +186,9 @@ def variant(name: str) -> Comparison:
         return comparison_of(tuple(on_a_cpu(found) for found in every[:5]), machine=CPU, notes=("Speeds are a CPU's.",))
     if name == "shape":
         bare = tuple(
-            replace(found, quality=None, reference_quality=None, damage=None, samples=(), making=None)
+            replace(
+                found, quality=None, reference_quality=None, damage=None, samples=(), making=None, provenance=None
+            )
             for found in every
         )  # fmt: skip
         return comparison_of(bare, model="llama-3.1-8b", notes=())
@@ -234,12 +249,15 @@ def measured(
     rate: float | None = None,
     batch: int = 1,
     error: str | None = None,
+    window_kl: tuple[float, ...] | None = None,
 ) -> FormatResult:
-    """A format with these few numbers; a tuple is value, low, high."""
+    """A format with these few numbers; a tuple is value, low, high. Without `window_kl` as it was stored once."""
     found = None
     if ratio is not None:
         ratios, losses = (Interval(*one) if isinstance(one, tuple) else Interval(one or 0.0) for one in (ratio, kl))
-        found = replace(quality(1.0, 0.0, 1.0), perplexity_ratio=ratios, kl=losses)
+        found = replace(
+            quality(1.0, 0.0, 1.0), perplexity_ratio=ratios, kl=losses, window_kl=window_kl, window_losses=None
+        )
     speeds = () if rate is None else (Speed(batch, 16, 16, rate, 1.0, 1.0, None),)
     return FormatResult(
         name,

@@ -144,7 +144,9 @@ def test_every_figure_is_in_the_page_and_in_the_text(written: Written, full: Com
             assert said in text, (found.name, said)
     for said in ("0.00123", "[0.00116, 0.00130]", "0.0329", "3.91", full.command, "2026-11-16", "NVIDIA H200", "17",
                  "torch 2.11.0", "150.75 GB", "134,515,008", "heldout.txt: windows 64", "calibration.txt",
-                 "The GPU was used by nobody else."):  # fmt: skip
+                 "The GPU was used by nobody else.", "decoded from the GGUF file base.gguf (7 x Q8_0)",
+                 "nf4: unknown, no record of quantkit's in the folder",
+                 "given text mine.jsonl, 64 samples of 512 tokens, 32,768 in all"):  # fmt: skip
         assert said in page
         assert said in text
 

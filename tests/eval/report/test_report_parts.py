@@ -1,16 +1,20 @@
 """Small parts of the report: numbers, marked differences, escaping, places of labels, scales."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from quantkit.eval.compare.results import Comparison
 from quantkit.eval.quality.bootstrap import Interval
 from quantkit.eval.report import numbers
 from quantkit.eval.report.differences import differences
 from quantkit.eval.report.labels import Box, Label, place_labels, spread_out
 from quantkit.eval.report.markdown import fenced, plain
 from quantkit.eval.report.markup import Markup, join, readable, tag
+from quantkit.eval.report.paired_table import paired_table
 from quantkit.eval.report.scales import LossScale, SizeScale
+from quantkit.eval.report.tables import runtime_agrees
 
 
 @pytest.mark.parametrize(
@@ -110,3 +114,28 @@ def test_less_loss_stands_higher_and_none_at_the_top() -> None:
     narrow = LossScale.over([Interval(0.03), Interval(0.05)])
     assert len(narrow.ticks()) >= 3
     assert SizeScale(1000).height(10) > SizeScale(1000).height(20)
+
+
+def test_the_runtime_agrees_only_where_the_whole_interval_is_near(full: Comparison) -> None:
+    """A kernel that is 2 % off in every window is caught, though both perplexities have intervals of 6 %."""
+    found = full.formats[1]
+    assert found.reference_quality is not None
+    assert found.quality is not None
+    assert runtime_agrees(found)
+    losses = found.reference_quality.window_losses
+    assert losses is not None
+    wrong = replace(found.quality, window_losses=tuple(loss + 0.02 for loss in losses))
+    assert wrong.perplexity.overlaps(found.reference_quality.perplexity)
+    assert not runtime_agrees(replace(found, quality=wrong))
+    assert runtime_agrees(replace(found, quality=replace(wrong, window_losses=None)))  # stored without: they overlap
+
+
+def test_every_format_stands_beside_the_least_lossy(full: Comparison) -> None:
+    table = paired_table(full)
+    assert table.title == "Beside llm-int8, window by window"
+    rows = {row.name: [f"{cell.text} {cell.detail}" for cell in row.cells] for row in table.rows}
+    assert set(rows) == {one.name for one in full.formats} - {"llm-int8", "bfloat16"}
+    assert rows["fp8"][0].startswith("+0.00364 [+0.00")
+    assert rows["fp8"][2].strip() == "yes"
+    alone = replace(full, formats=full.formats[:1])
+    assert not paired_table(alone)

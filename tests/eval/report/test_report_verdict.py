@@ -1,6 +1,8 @@
 """The verdict: which format for which need, and what the two sentences say about it."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +17,25 @@ INT4 = {"size": 110, "ratio": 1.03, "kl": 0.03, "rate": 180.0}
 WORSE = INT4 | {"size": 111, "rate": 1.0}
 BAD = {"size": 60, "ratio": 9.0, "kl": 2.0, "rate": 300.0}
 
+# Windows that are hard for one format are hard for the other.
+HARD = tuple(0.03 + 0.02 * math.sin(1.7 * window) for window in range(16))
+MIXED = tuple(kl + 0.004 * (-1) ** window + 0.0001 for window, kl in enumerate(HARD))
+WIDE = {"kl": (0.030, 0.025, 0.035), "window_kl": HARD}
+
+
+def shifted(more: float) -> tuple[float, ...]:
+    """The same luck, and a little worse in every window."""
+    return tuple(kl + more for kl in HARD)
+
+
 # formats; smallest, fastest, best quality; what the sentences must say
 CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None], list[str]]] = {
     "one format for each need": (
         {"base": BASE, "int8": INT8, "int4": INT4, "bad": BAD},
         ("int4", "int4", "int8"),
         ["For the smallest model and the fastest answers at batch 1 take int4 (110 B, 28 % of base; 180 tokens/s, 1.80",
-         "for the best quality take int8 (KL divergence 0.00100, perplexity +0.20 %)", "at most 5 % more perplexity",
+         "for the best quality take int8 (KL divergence 0.00100, perplexity +0.20 %)",
+         "at most 5 % more perplexity than base and at most 0.05 nats of KL divergence, with the upper ends",
          "which bad misses"],
     ),
     "the unquantized model is the fastest": (
@@ -34,15 +48,37 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None]
         ("int4", "int4", "int4"),
         ["in speed nf4 cannot be told apart from int4 here"],
     ),
-    "values within each other's interval are a tie": (
-        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.025, 0.035)}, "two": WORSE | {"kl": (0.031, 0.026, 0.036)}},
+    "overlapping intervals of windows that differ all alike are no tie": (
+        {"base": BASE, "one": INT4 | WIDE, "two": WORSE | {"kl": (0.032, 0.027, 0.037), "window_kl": shifted(0.002)}},
+        ("one", "one", "one"),
+        [],
+    ),
+    "windows that differ this way and that are a tie": (
+        {"base": BASE, "one": INT4 | WIDE, "two": WORSE | WIDE | {"kl": (0.0301, 0.025, 0.035), "window_kl": MIXED}},
         ("one", "one", "one"),
         ["in quality two cannot be told apart from one here"],
     ),
-    "a wide interval alone is no tie": (
-        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.029, 0.031)}, "two": WORSE | {"kl": (0.04, 0.02, 0.06)}},
+    "intervals and windows both say that two differ": (
+        {"base": BASE, "one": INT4 | WIDE,
+         "two": WORSE | {"kl": (0.045, 0.040, 0.049), "window_kl": shifted(0.015)}},
         ("one", "one", "one"),
         [],
+    ),
+    "stored without windows, overlapping intervals are a tie": (
+        {"base": BASE, "one": INT4 | {"kl": (0.030, 0.025, 0.035)}, "two": WORSE | {"kl": (0.032, 0.027, 0.037)}},
+        ("one", "one", "one"),
+        ["in quality two cannot be told apart from one here",
+         "the stored results of one and two have no numbers by window, so ties in quality are guessed"],
+    ),
+    "one of two stored without windows": (
+        {"base": BASE, "one": INT4 | WIDE, "two": WORSE | {"kl": (0.032, 0.027, 0.037)}},
+        ("one", "one", "one"),
+        ["in quality two cannot be told apart from one here", "the stored result of two has no numbers by window"],
+    ),
+    "the closest of those that miss, with its ties": (
+        {"base": BASE, "one": BAD | WIDE, "two": BAD | WIDE | {"window_kl": MIXED, "kl": (0.0301, 0.025, 0.035)}},
+        (None, "base", None),
+        ["and one and two are the closest"],
     ),
     "nothing is acceptable": (
         {"base": BASE, "bad": BAD},
@@ -50,11 +86,30 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None]
         ["No quantized format of HuggingFaceTB/SmolLM2-135M can be recommended: keep base.",
          "No quantized format is acceptable here", "bad is the closest"],
     ),
-    "the limit itself is acceptable": ({"base": BASE, "int4": INT4 | {"ratio": 1.05}}, ("int4", "int4", "int4"), []),
-    "an interval across the limit is said": (
-        {"base": BASE, "int4": INT4 | {"ratio": (1.04, 1.02, 1.06)}},
+    "the limits themselves are acceptable": (
+        {"base": BASE, "int4": INT4 | {"ratio": (1.04, 1.03, 1.05), "kl": (0.04, 0.03, 0.05)}},
         ("int4", "int4", "int4"),
-        ["for int4 the confidence interval reaches across that limit"],
+        [],
+    ),
+    "a good mean whose interval is wide": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"ratio": (1.01, 0.96, 1.06)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses", "for int4 only the interval reaches across a limit, so more windows may decide"],
+    ),
+    "a good KL divergence whose interval is wide": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"kl": (0.04, 0.02, 0.06)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses", "for int4 only the interval reaches across a limit"],
+    ),
+    "a good perplexity by luck: its predictions are far away": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"ratio": (0.99, 0.98, 1.0), "kl": (0.2, 0.19, 0.21)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses"],
+    ),
+    "an interval that reaches down to the limit is no excuse": (
+        {"base": BASE, "int8": INT8, "int4": INT4 | {"ratio": (1.06, 1.04, 1.08)}},
+        ("int8", "int8", "int8"),
+        ["which int4 misses"],
     ),
     "what saves little is not named for quality": (
         {"base": BASE, "int8": INT8 | {"size": 301}, "int4": INT4},
@@ -114,7 +169,18 @@ def test_picks_follow_the_rules_and_the_sentences_say_so(case: str, comparing: C
     sentences = " ".join(verdict.sentences)
     for words in said:
         assert words in sentences
+    assert ("only the interval reaches" in sentences) == any("only the interval" in words for words in said)
     assert ("cannot be told apart" in sentences) == any("told apart" in words for words in said)
+
+
+def test_one_window_is_no_ground_for_an_order(comparing: Callable[..., Comparison]) -> None:
+    many = comparing(base=BASE, one=INT4 | {"window_kl": (0.03,)}, two=WORSE | {"kl": 0.04, "window_kl": (0.04,)})
+    single = replace(many, formats=tuple(
+        replace(found, quality=replace(found.quality, windows=1, compared_windows=1))
+        for found in many.formats if found.quality is not None
+    ))  # fmt: skip
+    words = "one window cannot say how sure the order in quality is"
+    assert [words in judge(comparison).sentences[1] for comparison in (many, single)] == [False, True]
 
 
 def test_order_of_needs() -> None:
