@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import click
 import pytest
-from pages import PAGES, bare_commands, commands, quantkit_arguments
 
+from pages import PAGES, bare_commands, commands, quantkit_arguments
 from quantkit.cli import cli
 
 WITHOUT_JSON = {"chat", "serve"}  # they talk until somebody ends them; a server's log is JSON anyway

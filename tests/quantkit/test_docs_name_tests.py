@@ -5,13 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+
 from pages import PAGES, ROOT
 
 _NAMED = re.compile(
     r"(?<![\w/.-])(?P<path>(?:[\w-]+/)*test_\w+\.py|tests/[\w/]+(?:\.py)?)(?:::(?P<test>\w+))?(?![\w/]*\.\w)"
 )
-NAMED = sorted({(page, found["path"], found["test"]) for page, text in PAGES.items() for found in _NAMED.finditer(text)},
-               key=str)  # fmt: skip
+NAMED = sorted(
+    {(page, found["path"], found["test"]) for page, text in PAGES.items() for found in _NAMED.finditer(text)}, key=str
+)
 
 
 def places(path: str) -> list[Path]:
