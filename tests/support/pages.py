@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8")
          for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}  # fmt: skip
 LEFT_OUT = "..."  # a line that stands for output not shown
-_BLOCK = re.compile(r"^```(?:console)?\n(?P<lines>.*?)^```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<lines>.*?)^```$", re.DOTALL | re.MULTILINE)
 _REMARK = re.compile(r"\s+# .*")
 
 
@@ -35,29 +35,26 @@ class Transcript:
 
 def commands() -> Iterator[tuple[str, str, str]]:
     """(page, command, output, which may be empty) of all lines that begin with `$`, without their remarks."""
-    for page, text in PAGES.items():
-        for block in _BLOCK.finditer(text):
-            yield from ((page, *found) for found in _commands_of(block["lines"]))
+    for page, block in _blocks():
+        yield from ((page, *found) for found in _commands_of(block))
 
 
 def bare_commands() -> Iterator[tuple[str, str]]:
     """(page, command) of lines in blocks that begin with `quantkit`; a remark stands behind `#` or two spaces."""
-    for page, text in PAGES.items():
-        for block in _BLOCK.finditer(text):
-            for line in re.findall(r"^quantkit (?!serves ).*", block["lines"], re.MULTILINE):
-                yield page, re.split(r"\s{2,}|\s+# ", line)[0]
+    for page, block in _blocks():
+        for line in re.findall(r"^quantkit (?!serves ).*", block, re.MULTILINE):
+            yield page, re.split(r"\s{2,}|\s+# ", line)[0]
 
 
 def transcripts() -> list[Transcript]:
     """Commands with output; the others only prepare the next one of their block."""
     found = []
-    for page, text in PAGES.items():
-        for block in _BLOCK.finditer(text):
-            before: list[str] = []
-            for command, output in _commands_of(block["lines"]):
-                if output.strip():
-                    found.append(Transcript(page, command, output, tuple(before)))
-                before.append(command)
+    for page, block in _blocks():
+        before: list[str] = []
+        for command, output in _commands_of(block):
+            if output.strip():
+                found.append(Transcript(page, command, output, tuple(before)))
+            before.append(command)
     return found
 
 
@@ -77,6 +74,14 @@ def not_printed(shown: str, printed: str) -> str | None:
             return piece
         at = places[0] + len(wanted)
     return None
+
+
+def _blocks() -> Iterator[tuple[str, str]]:
+    """Of a terminal: those of another language hold files."""
+    for page, text in PAGES.items():
+        for block in _BLOCK.finditer(text):
+            if block["language"] in ("", "console"):
+                yield page, block["lines"]
 
 
 def _commands_of(lines: str) -> Iterator[tuple[str, str]]:
