@@ -5,6 +5,7 @@ the ends of lines do not count. Where numbers may differ from machine to machine
 digits, the words must be equal and every number within CLOSE of the page's. All run as on a machine without a GPU.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -36,7 +37,7 @@ ELSEWHERE = {  # with what the test must prepare for them
 }  # fmt: skip
 NOT_RUN = {
     ("README.md", "make demo"):
-        "four minutes, and speeds of one machine; tests/long/test_demo.py runs it on less text, without its numbers",
+        "four minutes, and speeds of one machine; tests/long/test_demo.py runs it on less text, its sizes are below",
     ("docs/import.md", "quantkit import SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2"): _FILE,
     ("docs/import.md", f"quantkit generate smollm2 {_QUESTION} --chat --max-tokens 80"): _FILE,
     ("docs/import.md", "quantkit import half.gguf -o half"): _FILE,
@@ -95,6 +96,18 @@ def assert_close(shown: str, printed: str) -> None:
     assert words[0] == words[1]
     expected, found = ([float(one.replace(",", "")) for one in number.findall(text)] for text in (shown, printed))
     assert found == pytest.approx(expected, rel=CLOSE)
+
+
+def test_sizes_of_the_demo_are_those_of_the_plan(run_cli: Cli) -> None:
+    """Of the transcript that takes minutes, what arithmetic knows: bytes, and bits per weight."""
+    shown = re.findall(r"^│ ([\w-]+) +│ +([\d.]+) MB │ +([\d.]+) │", ALL["README.md", "make demo"].shown, re.MULTILINE)
+    recipes = ",".join(name for name, *_ in shown if name != "bfloat16")
+    code, out, _ = run_cli("plan", "demo", "--gpu", "h200", "-r", recipes, "--json")
+    assert code == 0
+    found = [one["weights"] for one in json.loads(out)["formats"]]
+    planned = [(one["name"], f"{one['bytes'] / 1e6:.2f}", f"{one['linear_bits']:.2f}") for one in found]
+    assert planned == [(name.replace("bfloat16", "bf16"), *sizes) for name, *sizes in shown]
+    assert len(planned) == 7
 
 
 def test_every_transcript_is_in_one_group() -> None:

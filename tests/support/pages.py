@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8")
-         for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}  # fmt: skip
+_READ = (
+    *(ROOT / name for name in ("README.md", "runtime/README.md", "kernels/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
+PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in _READ}
 LEFT_OUT = "..."  # a line that stands for output not shown
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<lines>.*?)^```$", re.DOTALL | re.MULTILINE)
 _REMARK = re.compile(r"\s+# .*")
