@@ -76,7 +76,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class SharedFields(Strict):
     """What chat and plain completions have in common."""
 
-    model: str | None = Field(None, description="A name from /v1/models; the first of them if left out.")
+    model: str | None = Field(None, description="A name from /v1/models; may be left out where there is one model.")
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

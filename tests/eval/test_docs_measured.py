@@ -1,0 +1,96 @@
+"""Numbers that pages call measured are those of rows in eval/results; ceilings beside them are computed again."""
+
+import csv
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from pages import PAGES, ROOT
+from quantkit.eval.kernels.cases import FORMATS
+from quantkit.eval.plan.gpus import GPUS
+from quantkit.eval.plan.model import Decoder, PlannedModel, read_model
+from quantkit.eval.plan.roofline import Ceiling
+from quantkit.eval.plan.source import find_config
+from quantkit.eval.plan.weights import in_format, unquantized
+
+NAMES = {"W4 g128": "w4", "NF4, double quantization": "nf4", "LLM.int8": "llm-int8", "bf16": "bf16"}
+LOADS = ((1, 128), (8, 128), (32, 128), (256, 512))  # requests, tokens of a prompt; 256 new ones
+NEW = 256
+_START = re.compile(r"process(?: start)? to the first token.*?(\d\.\d) to (\d\.\d) s.*?(\d\.\d) to (\d\.\d)")
+
+
+@cache
+def rows() -> list[dict[str, str]]:
+    with (ROOT / "eval" / "results" / "engine.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def speeds(weights: str, batch: int, prompt: int) -> set[str]:
+    """Of all rows of that load on an H200, as the pages round them."""
+    asked = ("llama-3.1-8b", weights, str(batch), str(prompt), str(NEW), "bfloat16", "NVIDIA H200")
+    keys = ("model", "format", "batch", "prompt", "new", "kv_dtype", "gpu")
+    return {f"{float(row['tokens_per_second']):,.0f}" for row in rows() if tuple(row[key] for key in keys) == asked}
+
+
+def table_rows(page: str, names: Iterator[str]) -> dict[str, list[str]]:
+    """Cells of the rows with these names."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGES[page].splitlines()]
+    wanted = set(names)
+    return {cells[0]: cells[1:] for cells in lines if len(cells) == 5 and cells[0] in wanted}
+
+
+@cache
+def model() -> PlannedModel:
+    return read_model(*find_config("llama-3.1-8b"))
+
+
+def ceiling(weights: str) -> Ceiling:
+    decoder = model().decoder
+    assert isinstance(decoder, Decoder)
+    planned = unquantized(decoder) if weights == "bf16" else in_format(model(), weights, FORMATS[weights]("bfloat16"))
+    return Ceiling(model().cache, decoder.attention_width, planned, GPUS["h200"])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+def test_speeds_are_those_of_rows(page: str) -> None:
+    found = table_rows(page, iter(NAMES))
+    assert set(found) == set(NAMES)
+    for name, cells in found.items():
+        for (batch, prompt), cell in zip(LOADS, cells, strict=True):
+            assert cell in speeds(NAMES[name], batch, prompt), (name, batch)
+
+
+def test_the_plan_compares_the_same_speeds_with_their_ceilings() -> None:
+    names = {f"{weights}, measured of ceiling": weights for weights in NAMES.values()}
+    found = table_rows("docs/plan.md", iter(names))
+    engine = {NAMES[name]: cells for name, cells in table_rows("docs/engine.md", iter(NAMES)).items()}
+    assert set(found) == set(names)
+    for name, weights in names.items():
+        bound = ceiling(weights)
+        most = [f"{bound.answer_tokens_per_second(batch, prompt, NEW):,.0f}" for batch, prompt in LOADS]
+        assert found[name] == [f"{one} of {limit}" for one, limit in zip(engine[weights], most, strict=True)]
+
+
+def test_times_to_the_first_token_are_those_of_rows() -> None:
+    """Both ranges begin and end with a row, on every page; rows do not say whether Python kept its bytecode."""
+    alone = [row for row in rows() if (row["model"], row["format"], row["batch"]) == ("llama-3.1-8b", "w4", "1")]
+    taken = {f"{float(row['process_to_first_token_s'] or 'nan'):.1f}" for row in alone}
+    said = set()
+    for page in ("README.md", "docs/performance.md", "docs/engine.md"):
+        found = _START.search(" ".join(PAGES[page].split()))
+        assert found is not None, page
+        said.add(found.groups())
+    assert len(said) == 1
+    assert set().union(*said) <= taken
+
+
+def test_the_cache_of_the_70b_model() -> None:
+    planned = read_model(*find_config("llama-3.1-70b"))
+    heads, kv_heads, numbers = 64, 8, planned.cache.per_token
+    with_groups, without = (numbers * share * 2 * 4096 / 1e9 for share in (1, heads // kv_heads))
+    assert (
+        f"= {with_groups:.2f} GB; with keys and values for each of its 64 heads it would be {without:.2f} GB"
+        in (PAGES["docs/plan.md"])
+    )
