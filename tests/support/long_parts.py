@@ -52,7 +52,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/quantkit/test_calibrated_quality.py": 200,
     "tests/quantkit/test_pipeline.py": 6,
     "tests/quantkit/test_sensitivity.py": 23,
-    "tests/quantkit/test_transcripts.py": 240,
+    "tests/quantkit/test_transcripts.py": 420,
     "tests/runtime/parallel/test_cut_kernels.py": 5,
     "tests/runtime/parallel/test_engine_parallel.py": 300,
     "tests/runtime/parallel/test_engine_parallel_failures.py": 36,
