@@ -333,7 +333,8 @@ class EngineClient:
             self._writer = None
         if self._process is not None:
             try:
-                await asyncio.wait_for(self._process.wait(), timeout=5)
+                async with asyncio.timeout(5):  # wait_for loses a cancellation that comes as the process ends
+                    await self._process.wait()
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()

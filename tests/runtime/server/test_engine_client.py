@@ -267,3 +267,36 @@ def test_a_process_that_dies_before_it_listens(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineDied, match=r"ended before it was ready \(exit code 1\)"):
         asyncio.run(EngineClient("demo", {}).start())
+
+
+class Ending:
+    """A process that ends when it is told to."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return 0
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_supervisor_is_cancelled_whatever_it_does(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as the dead engine's process is gone, some turns of the event loop later: else `close` waits for ever."""
+
+    async def run() -> None:
+        client, process = EngineClient("demo-draft", {}), Ending()
+        monkeypatch.setattr(client, "_process", process)
+        monkeypatch.setattr(client, "_spawn", asyncio.Event().wait)  # another one never comes
+        supervising = asyncio.create_task(client._start_again(0.0))
+        await asyncio.sleep(0.01)
+        process.ended.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        supervising.cancel()
+        await asyncio.wait({supervising}, timeout=1)
+        assert supervising.cancelled()
+
+    asyncio.run(run())
