@@ -100,8 +100,10 @@ SWAPPED: dict[str, Any] = {"kv_tokens": 288, "swap_gib": 0.05}
         ("demo-draft", "draft={noisy},k=3,adaptive=off", FEW_PAGES),
         ("demo-draft", "draft={noisy},k=3,adaptive=off", SWAPPED),
         pytest.param("demo", "draft=demo-draft,k=3,adaptive=off", SWAPPED, marks=pytest.mark.long),
-        pytest.param("demo", "medusa=demo-medusa,adaptive=off", {}, marks=pytest.mark.long),
-        ("demo", "medusa=demo-medusa,adaptive=off", SWAPPED),
+        *(
+            pytest.param("demo", "medusa=demo-medusa,adaptive=off", pressure, marks=pytest.mark.long)
+            for pressure in ({}, SWAPPED)
+        ),
         ("demo-draft", "self=rtn-w3g128,k=6", FEW_PAGES),
     ],
     ids=str,
