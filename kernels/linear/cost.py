@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from quantkit.kernels.card import Card
-from quantkit.kernels.linear.splits import splits_to_try
+from quantkit.kernels.linear.splits import Tile, splits_to_try
 
 ESTIMATED = "cut as its cost is estimated"  # a reason for a choice
 
@@ -37,21 +37,15 @@ _BUSY = 8  # warps of a multiprocessor that keep it computing
 _OWN = 40  # registers of a thread beside its tile
 
 
-class Tile(Protocol):
-    """The part of a kernel's config that counts."""
+class Config(Tile, Protocol):
+    """A kernel's config: how it cuts a product, and what a program needs for that."""
 
-    @property
-    def outputs(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
     @property
     def depth(self) -> int: ...
     @property
     def warps(self) -> int: ...
     @property
     def stages(self) -> int: ...
-    @property
-    def splits(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class Product:
 
 
 @cache
-def cheapest(product: Product, tiles: Sequence[Tile], card: Card) -> Any:
+def cheapest(product: Product, tiles: Sequence[Config], card: Card) -> Any:
     """The one of these tiles, with the number of splits, that a product is expected to take the least time with."""
     cut = [
         replace(tile, splits=splits)  # type: ignore[type-var]  # configs are dataclasses
@@ -86,7 +80,7 @@ def cheapest(product: Product, tiles: Sequence[Tile], card: Card) -> Any:
     return min(cut, key=lambda tile: microseconds(product, tile, card))
 
 
-def microseconds(product: Product, tile: Tile, card: Card) -> float:
+def microseconds(product: Product, tile: Config, card: Card) -> float:
     """Without what every way to cut the product takes, such as its launch."""
     steps = -(-product.inputs // tile.depth)
     share = -(-steps // tile.splits)
@@ -101,7 +95,7 @@ def microseconds(product: Product, tile: Tile, card: Card) -> float:
     return time
 
 
-def _step(product: Product, tile: Tile, programs: int, card: Card) -> float:
+def _step(product: Product, tile: Config, programs: int, card: Card) -> float:
     """Of a wave of programs, in microseconds."""
     weights = tile.outputs * tile.depth
     together = -(-programs // card.processors)
@@ -115,7 +109,7 @@ def _step(product: Product, tile: Tile, programs: int, card: Card) -> float:
     return float(sum(part**4 for part in parts) ** 0.25)  # somewhat more than the largest of them
 
 
-def _programs_at_once(product: Product, tile: Tile, card: Card) -> int:
+def _programs_at_once(product: Product, tile: Config, card: Card) -> int:
     """That a multiprocessor has warps, shared memory and registers for."""
     threads = 32 * tile.warps
     ahead = tile.depth * (tile.outputs * product.bytes_a_weight + tile.tokens * product.bytes_a_token)
