@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -82,6 +83,7 @@ class LocalWorkers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._errors: dict[int, IO[bytes]] = {}  # what they wrote to stderr
         self._reasons: dict[int, str] = {}
+        self._asking = threading.Lock()  # each rank's listener asks, and what they wrote is closed at the end
 
     @property
     def devices(self) -> int | None:
@@ -113,11 +115,12 @@ class LocalWorkers:
                 pass
 
     def check(self) -> dict[int, str]:
-        for rank, process in self._processes.items():
-            code = process.poll()
-            if code is not None and rank not in self._reasons:
-                self._reasons[rank] = self._reason(rank, code)
-        return dict(self._reasons)
+        with self._asking:
+            for rank, process in self._processes.items():
+                code = process.poll()
+                if code is not None and rank not in self._reasons:
+                    self._reasons[rank] = self._reason(rank, code)
+            return dict(self._reasons)
 
     def stop(self) -> None:
         end = time.monotonic() + STOP_SECONDS
@@ -128,8 +131,9 @@ class LocalWorkers:
                 process.kill()
                 process.wait()
         self.check()
-        for errors in self._errors.values():
-            errors.close()
+        with self._asking:
+            for errors in self._errors.values():
+                errors.close()
 
     def _reason(self, rank: int, code: int) -> str:
         if code < 0:

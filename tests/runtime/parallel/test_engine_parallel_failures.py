@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +150,32 @@ def test_an_interrupted_step_ends_the_other_ranks(
     wait_until(lambda: not alive(workers.pids[1]), SECONDS)
     with pytest.raises(QuantkitError, match="rank 0 of 2 died: KeyboardInterrupt"):
         engine.step()
+
+
+def test_a_listener_asks_while_the_ranks_are_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank wrote is not closed under the one who reads it."""
+    workers = LocalWorkers()
+    entered = threading.Event()
+    read = LocalWorkers._reason
+
+    def read_slowly(*given: Any) -> str:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            time.sleep(0.3)
+        return read(*given)
+
+    monkeypatch.setattr(LocalWorkers, "_reason", read_slowly)
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by the launcher)
+    script = "import sys; sys.exit('no room')"
+    workers._processes[1] = subprocess.Popen([sys.executable, "-c", script], stdout=errors, stderr=errors)
+    workers._errors[1] = errors
+    workers._processes[1].wait()
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(workers.check)
+        assert entered.wait(10)
+        workers.stop()
+        assert answer.result() == workers.check() == {1: "exit code 1, no room"}
+    assert errors.closed
 
 
 def test_closing_an_engine_ends_its_ranks(start: Callable[..., tuple[Engine, LocalWorkers]]) -> None:
