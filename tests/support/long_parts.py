@@ -20,6 +20,7 @@ import pytest
 PARTS = 4
 UNKNOWN = 60
 SECONDS = {  # of one process on a small ARM server; some were taken while it was busy
+    "tests/eval/peers/test_peers.py": 10,
     "tests/eval/report/test_report_files.py": 10,
     "tests/eval/test_behaviour_docs.py": 25,
     "tests/eval/test_compare.py": 130,
