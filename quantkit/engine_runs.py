@@ -53,11 +53,15 @@ class Run:
 
 
 def read_runs(path: Path = RESULTS) -> list[Run]:
-    """By date, as they stand in the file on one day; none where it is missing, as in a package built without it."""
+    """By date, as they stand in the file on one day; none where it is missing, as in a package built without it.
+
+    One that nobody waited for is no evidence.
+    """
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return sorted((Run.of_row(row) for row in csv.DictReader(file)), key=lambda run: run.date)
+        answered = [Run.of_row(row) for row in csv.DictReader(file) if row["loads"] in ("yes", "no")]
+    return sorted(answered, key=lambda run: run.date)
 
 
 def newest(runs: list[Run]) -> list[Run]:

@@ -97,8 +97,8 @@ def layout_of(layers: Layers) -> str:
     words = [dialect_of(layers.formats).quant_method, *(["mixed"] if mixed else []), " + ".join(kinds)]
     if "lm_head" in layers.formats:
         words.append("with lm_head")
-    if layers.kept_unevenly:
-        words.append("kept unevenly")
+    if layers.kept_in_blocks:
+        words.append("kept unevenly" if layers.kept_unevenly else "with layers kept")
     return " ".join(words)
 
 

@@ -1,7 +1,8 @@
 """Many checkpoints in one engine, in a process beside this one: it may die or hang, and the next has its turn.
 
 A process takes one checkpoint after the other, because starting an engine takes longer than a small model does. It is
-replaced when it is no longer as good as new, when it has died, and when a checkpoint takes longer than the limit.
+replaced when it is no longer as good as new, when it has died, and when a checkpoint takes longer than the limit: that
+says nothing about loading, as some packages are slow on some machines.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.eval.interop.adapters import find_adapter
 from quantkit.eval.interop.compare import Seen, token_windows, try_checkpoint
+from quantkit.eval.interop.parent import end_with
 
 _POLL = 0.1  # seconds
 _OURS_FAILED = 70  # exit code: the reference failed, which says nothing about the engine
@@ -42,6 +44,7 @@ class Setting:
     def command(self, report: Path, folders: Sequence[Path]) -> list[str]:
         words = [sys.executable, "-m", __name__, "--engine", self.engine, "--device", self.device]
         words += ["--windows", str(self.windows), "--window", str(self.window), "--report", str(report)]
+        words += ["--parent", str(os.getpid())]
         return [*words, *map(str, folders)]
 
 
@@ -56,10 +59,10 @@ def attempt_all(setting: Setting, folders: Sequence[Path], log: Path) -> Iterato
 
 def _one_process(setting: Setting, folders: tuple[Path, ...], log: Path) -> Iterator[tuple[Path, Seen]]:
     """Until it ends; one that ends without an answer has failed on the first folder that has none."""
-    report = log.with_suffix(".jsonl")
-    report.write_text("")
     answered = 0
-    with log.open("ab") as printed:
+    with log.open("ab") as printed, tempfile.TemporaryDirectory() as place:
+        report = Path(place, "report.jsonl")  # of this process alone
+        report.touch()
         worker = subprocess.Popen(
             setting.command(report, folders), stdout=printed, stderr=printed, start_new_session=True
         )
@@ -67,13 +70,13 @@ def _one_process(setting: Setting, folders: tuple[Path, ...], log: Path) -> Iter
         try:
             while True:
                 ended = worker.poll() is not None
-                for line in report.read_text().splitlines()[answered:]:
-                    yield folders[answered], Seen(**json.loads(line))
+                for line in report.read_text(encoding="utf-8").splitlines()[answered:]:
+                    yield folders[answered], _read_line(line, folders[answered])
                     answered, last = answered + 1, time.monotonic()
                 if ended:
                     break
                 if time.monotonic() - last > setting.limit:
-                    yield folders[answered], Seen(False, f"no answer within {setting.limit:g} s")
+                    yield folders[answered], Seen(None, f"no answer within {setting.limit:g} s")
                     return
                 time.sleep(_POLL)
         finally:
@@ -82,6 +85,18 @@ def _one_process(setting: Setting, folders: tuple[Path, ...], log: Path) -> Iter
         raise QuantkitError(f"our own reference failed on {folders[answered]}; {log} says why")
     if answered == 0 or (answered < len(folders) and worker.returncode):
         yield folders[answered], Seen(False, f"the process ended with code {worker.returncode}: {_last_line(log)}")
+
+
+def _write_line(report: Path, folder: Path, seen: Seen) -> None:
+    with report.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"folder": str(folder), "seen": seen.to_dict()}) + "\n")
+
+
+def _read_line(line: str, folder: Path) -> Seen:
+    found = json.loads(line)
+    if found["folder"] != str(folder):
+        raise QuantkitError(f"an answer about {found['folder']} came where one about {folder} was due")
+    return Seen(**found["seen"])
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
@@ -104,21 +119,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, required=True)
     parser.add_argument("--window", type=int, required=True)
     parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("folders", nargs="+", type=Path)
     given = parser.parse_args(arguments)
+    end_with(given.parent)
     adapter = find_adapter(given.engine, given.device)
     for folder in given.folders:
         checkpoint = Checkpoint(folder)
         ids = token_windows(checkpoint, given.windows, given.window)
         seen = try_checkpoint(adapter, checkpoint, ids, given.device)
-        _write_line(given.report, seen.to_dict())
+        _write_line(given.report, folder, seen)
         if not adapter.forget():
             return
-
-
-def _write_line(report: Path, value: dict[str, Any]) -> None:
-    with report.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,9 @@ CHANGED = (
     Tried("gptq-w4g128-act-order", "gptq-w4g128", ("method.order=desc_act", "format.act_order=true")),
     Tried("fp8-tensor", "fp8", ("format.strategy=tensor",)),
     Tried("gptq-w4g128-kept", "gptq-w4g128", ('keep=["*.mlp.down_proj"]',)),
+    Tried("gptq-w4g128-kept-unevenly", "gptq-w4g128", ('keep=["model.layers.0.mlp.down_proj"]',)),
+    Tried("rtn-w4w8-mixed", "rtn-w4g128", ('overrides=[{"modules": "*.mlp.down_proj", "bits": 8}]',)),
+    Tried("rtn-w4w8-mixed-ct", "rtn-w4g128-ct", ('overrides=[{"modules": "*.mlp.down_proj", "bits": 8}]',)),
 )
 CONVERSIONS = (
     _converted("gptq-w4g128", "compressed-tensors"),

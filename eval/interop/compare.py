@@ -21,11 +21,10 @@ _LONGEST_REASON = 240
 
 @dataclass(frozen=True)
 class Seen:
-    """Numbers are None where it does not load."""
+    """Numbers are None where it does not load. `loads` is None where nobody waited for the answer."""
 
-    loads: bool
+    loads: bool | None
     reason: str = ""
-    packages: str = ""  # with their versions
     dtype_there: str = ""
     dtype_here: str = ""
     perplexity_there: float | None = None
@@ -46,21 +45,23 @@ def missing_packages(adapter: Adapter, checkpoint: Checkpoint) -> tuple[str, ...
     return tuple(name for name in adapter.packages(checkpoint) if not version_of(name))
 
 
+def package_versions(adapter: Adapter, checkpoint: Checkpoint) -> str:
+    """Of those that matter beside the engine."""
+    return ", ".join(f"{name} {version_of(name)}" for name in (*adapter.packages(checkpoint), "torch"))
+
+
 def try_checkpoint(adapter: Adapter, checkpoint: Checkpoint, ids: Tensor, device: str) -> Seen:
     """Whatever the engine raises is the answer that it does not load."""
-    names = (*adapter.packages(checkpoint), "torch")
-    packages = ", ".join(f"{name} {version_of(name)}" for name in names)
     try:
         dtype = adapter.load(checkpoint, ids.shape[1])
         there = adapter.logprobs(ids)
     except Exception as error:
-        return Seen(False, first_line(error), packages)
+        return Seen(False, first_line(error))
     finally:
         adapter.forget()
     here = reference_logprobs(checkpoint, ids, dtype, device)
     return Seen(
         loads=True,
-        packages=packages,
         dtype_there=dtype,
         dtype_here=dtype,
         perplexity_there=round(perplexity_of(-float(there.mean())), 4),

@@ -10,12 +10,12 @@ from pathlib import Path
 from quantkit.checkpoint import Checkpoint
 from quantkit.devices import resolve_device
 from quantkit.engines import layout_of
-from quantkit.errors import StorageError
+from quantkit.errors import InputError, StorageError
 from quantkit.eval.interop import rows
 from quantkit.eval.interop.adapters import Adapter, find_adapter, version_of
 from quantkit.eval.interop.attempt import Setting, attempt_all
 from quantkit.eval.interop.checkpoints import AS_IT_IS, Tried, chosen, make
-from quantkit.eval.interop.compare import Seen, missing_packages
+from quantkit.eval.interop.compare import Seen, missing_packages, package_versions
 from quantkit.inspection import layers_of
 from quantkit.wording import model_name
 
@@ -44,6 +44,8 @@ def run(engine: str, given: argparse.Namespace, command: Sequence[str], say: Say
     if given.make:
         make(given.make, given.folder, wanted, device, say)
     adapter = find_adapter(engine, device)
+    if not version_of(adapter.distribution):
+        raise InputError(f"{adapter.engine} is not installed here; docs/interop.md says how")
     setting = Setting(engine, device, given.windows, given.window, given.limit)
     model = model_name(_folder(given.folder, AS_IT_IS).resolve())
     layouts = {tried.name: layout_of(layers_of(Checkpoint(_folder(given.folder, tried.name)))) for tried in wanted}
@@ -58,6 +60,7 @@ def run(engine: str, given: argparse.Namespace, command: Sequence[str], say: Say
     folders = [given.folder / tried.name for tried in _runnable(adapter, given.folder, left, say)]
     for folder, seen in attempt_all(setting, folders, given.folder / f"{engine}.log"):
         about = known | {"checkpoint": folder.name, "layout": layouts[folder.name], "command": shlex.join(command)}
+        about |= {"packages": package_versions(adapter, Checkpoint(folder))}
         rows.append(given.output, rows.row_of(seen, **about))
         say(f"{folder.name}: {describe(seen)}")
     return [row for row in rows.newest(rows.read(given.output)).values() if row["engine"] == adapter.engine]
@@ -65,7 +68,7 @@ def run(engine: str, given: argparse.Namespace, command: Sequence[str], say: Say
 
 def describe(seen: Seen) -> str:
     if not seen.loads:
-        return f"does not load: {seen.reason}"
+        return seen.reason if seen.loads is None else f"does not load: {seen.reason}"
     return (
         f"perplexity {seen.perplexity_there} there, {seen.perplexity_here} here, log-probabilities differ by "
         f"{seen.difference} ({seen.dtype_there})"

@@ -23,7 +23,7 @@ def load_table(known: list[Row]) -> str:
     lines = [
         (name, layouts.get(name, ""), *(_cell(newest.get((engine, name))) for engine in ENGINES)) for name in names
     ]
-    refused = [row for row in newest.values() if row["loads"] == "no"]
+    refused = [row for row in newest.values() if row["loads"] != "yes"]
     text = markdown_table(("checkpoint", "layout", *ENGINES), lines)
     if refused:
         reasons = [(row["checkpoint"], f"{row['engine']} {row['version']}", f"`{row['reason']}`") for row in refused]
@@ -34,8 +34,8 @@ def load_table(known: list[Row]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    if row["loads"] == "no":
-        return f"no ({row['version']}, {row['date']})"
+    if row["loads"] != "yes":
+        return f"{row['loads']} ({row['version']}, {row['date']})"
     there, here = (f"{float(row[f'perplexity_{side}']):.3f}" for side in ("there", "here"))
     return f"{there} / {here} ({row['version']}, {row['dtype_there']}, {row['date']})"
 

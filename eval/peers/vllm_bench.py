@@ -36,6 +36,7 @@ from quantkit.eval.engine.run import (
 )
 from quantkit.eval.interop import speed_rows
 from quantkit.eval.interop.adapters import version_of
+from quantkit.eval.interop.parent import end_with
 from quantkit.eval.interop.speed_folders import FORMATS, check_formats, make_folders
 from quantkit.eval.interop.speed_ours import measure_ours
 from quantkit.eval.interop.speed_rows import LOADS, OFFLINE, OURS, SERVED, Timed, load_name, longest, parse_loads
@@ -66,6 +67,7 @@ class Job:
         """The arguments of the process that does it."""
         words = ["--engine", self.engine, "--format", self.format, "--device", self.device, "--command", self.command]
         words += ["--loads", ",".join(map(load_name, self.loads)), "--output", str(self.output)]
+        words += ["--parent", str(os.getpid())]
         return [*words, str(self.folder)]
 
     def keep(self, timed: Timed) -> None:
@@ -234,12 +236,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _work(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--engine", "--format", "--device", "--command", "--loads", "--output"):
+    for name in ("--engine", "--format", "--device", "--command", "--loads", "--output", "--parent"):
         parser.add_argument(name, required=True)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args(words)
     loads = parse_loads(given.loads)
     output = Path(given.output)
+    end_with(int(given.parent))
     work(Job(given.engine, given.folder, given.format, loads, given.device, output, given.command, OFFLINE))
     sys.stdout.flush()
     os._exit(0)  # an engine that hangs or fails when Python ends has done its work

@@ -127,3 +127,5 @@ def test_a_layout_says_what_is_left_out_and_what_is_more() -> None:
     assert layout_of(Layers(quantized | {"lm_head": Gptq()})) == "gptq W4 g128 sym with lm_head"
     uneven = Layers({"model.layers.0.mlp.up_proj": Gptq()}, ("model.layers.1.mlp.up_proj",))
     assert layout_of(uneven) == "gptq W4 g128 sym kept unevenly"
+    kept = tuple(f"model.layers.{i}.mlp.down_proj" for i in (0, 1))
+    assert layout_of(Layers(quantized, kept)) == "gptq W4 g128 sym with layers kept"

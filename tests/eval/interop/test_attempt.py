@@ -2,15 +2,18 @@
 
 import argparse
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from quantkit.errors import QuantkitError, StorageError
+from quantkit.errors import InputError, QuantkitError, StorageError
 from quantkit.eval.interop import rows
+from quantkit.eval.interop.adapters import version_of
 from quantkit.eval.interop.attempt import Setting, attempt_all
 from quantkit.eval.interop.attempt import main as worker
 from quantkit.eval.interop.checkpoints import chosen, make
@@ -18,7 +21,7 @@ from quantkit.eval.interop.compare import Seen, first_line
 from quantkit.eval.interop.run import add_arguments, run
 
 FOLDERS = [Path(name) for name in ("one", "two", "three")]
-YES = json.dumps(Seen(True, perplexity_there=2.0, perplexity_here=2.0, difference=0.0).to_dict())
+YES = Seen(True, perplexity_there=2.0, perplexity_here=2.0, difference=0.0).to_dict()
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,11 @@ class Scripted(Setting):
 
     def command(self, report: Path, folders: Sequence[Path]) -> list[str]:
         code = f"""
-import os, sys, time
+import json, os, sys, time
 left = {[folder.name for folder in folders]}
-def say():
+def say(name):
     with open({str(report)!r}, "a") as file:
-        file.write({YES!r} + "\\n")
+        file.write(json.dumps(dict(folder=name, seen={YES})) + "\\n")
 {self.script}
 """
         return [sys.executable, "-c", code]
@@ -45,33 +48,51 @@ def attempt(script: str, tmp_path: Path, limit: float = 20.0) -> dict[str, Seen]
 
 
 def test_one_process_answers_for_all(tmp_path: Path) -> None:
-    found = attempt("for name in left: say()", tmp_path)
+    found = attempt("for name in left: say(name)", tmp_path)
     assert [seen.loads for seen in found.values()] == [True] * 3
 
 
 def test_a_process_that_is_not_as_good_as_new_is_replaced(tmp_path: Path) -> None:
-    found = attempt("print(len(left), flush=True)\nsay()", tmp_path)
+    found = attempt("print(len(left), flush=True)\nsay(left[0])", tmp_path)
     assert [seen.loads for seen in found.values()] == [True] * 3
     assert (tmp_path / "any.log").read_text().split() == ["3", "2", "1"]
 
 
 def test_what_kills_the_process_does_not_load_and_the_next_has_its_turn(tmp_path: Path) -> None:
-    script = "for name in left:\n    if name == 'two': print('no kernel', flush=True); os._exit(9)\n    say()"
+    script = "for name in left:\n    if name == 'two': print('no kernel', flush=True); os._exit(9)\n    say(name)"
     found = attempt(script, tmp_path)
     assert {name: seen.loads for name, seen in found.items()} == {"one": True, "two": False, "three": True}
     assert found["two"].reason == "the process ended with code 9: no kernel"
 
 
 def test_what_hangs_is_ended(tmp_path: Path) -> None:
-    script = "for name in left:\n    if name == 'one': time.sleep(60)\n    say()"
+    script = "for name in left:\n    if name == 'one': time.sleep(60)\n    say(name)"
     found = attempt(script, tmp_path, limit=1.0)
-    assert {name: seen.loads for name, seen in found.items()} == {"one": False, "two": True, "three": True}
+    assert {name: seen.loads for name, seen in found.items()} == {"one": None, "two": True, "three": True}
     assert found["one"].reason == "no answer within 1 s"
 
 
 def test_a_failure_of_our_own_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="our own reference failed on one"):
         attempt("os._exit(70)", tmp_path)
+
+
+def test_answers_about_another_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match="an answer about two came where one about one was due"):
+        attempt("say('two')", tmp_path)
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    """Left alone it would go on computing, and hold memory."""
+    inner = "import sys, time; from quantkit.eval.interop.parent import end_with"
+    inner += "; end_with(int(sys.argv[1])); time.sleep(60)"
+    outer = f"import os, subprocess, sys; words = [sys.executable, '-c', {inner!r}, str(os.getpid())]"
+    outer += "; print(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
+    printed = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, check=True).stdout
+    left, until = Path("/proc") / printed.strip(), time.monotonic() + 30
+    while left.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left.exists()
 
 
 def test_reasons_are_one_line() -> None:
@@ -102,7 +123,8 @@ def attempt_here(setting: Setting, folders: Sequence[Path], log: Path) -> Iterat
     report = log.with_suffix(".jsonl")
     if folders:
         worker(setting.command(report, folders)[3:])
-        yield from zip(folders, (Seen(**json.loads(line)) for line in report.read_text().splitlines()), strict=True)
+        answers = [json.loads(line) for line in report.read_text().splitlines()]
+        yield from ((Path(answer["folder"]), Seen(**answer["seen"])) for answer in answers)
 
 
 def test_transformers_computes_what_our_reference_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +143,13 @@ def test_transformers_computes_what_our_reference_does(folder: Path, monkeypatch
     before = rows.read(given.output)
     run("transformers", given, ["again"], said.append)  # nothing left to do
     assert rows.read(given.output) == before
+
+
+def test_an_engine_that_is_not_here_is_refused(folder: Path) -> None:
+    if version_of("vllm"):
+        pytest.skip("it is here")
+    with pytest.raises(InputError, match="vLLM is not installed here"):
+        run("vLLM", arguments(folder), [])
 
 
 def test_a_folder_that_was_not_made_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from quantkit.eval.interop import rows
 from quantkit.eval.interop.compare import Seen
 from quantkit.eval.interop.table import BEGIN, END, between_marks, load_table, markdown_table, with_table
 
-YES = Seen(True, packages="torch 2", dtype_there="bfloat16", dtype_here="bfloat16", perplexity_there=16.5,
+YES = Seen(True, dtype_there="bfloat16", dtype_here="bfloat16", perplexity_there=16.5,
            perplexity_here=16.4567, difference=0.01)  # fmt: skip
 KNOWN = {"engine": "vLLM", "version": "0.26.0", "layout": "gptq W4 g128 sym", "model": "demo", "windows": "4 x 256"}
-KNOWN |= {"command": "python", "checkpoint": "gptq-w4g128"}
+KNOWN |= {"packages": "torch 2", "command": "python", "checkpoint": "gptq-w4g128"}
 
 
 def write(path: Path, seen: Seen, **changes: str) -> None:
@@ -26,9 +26,9 @@ def cells(table: str, name: str) -> list[str]:
 
 def test_the_newest_row_counts(tmp_path: Path) -> None:
     file = tmp_path / "interop.csv"
-    write(file, Seen(False, "ValueError: no | kernel", "torch 2"))
+    write(file, Seen(False, "ValueError: no | kernel"))
     write(file, YES)
-    write(file, Seen(False, "ValueError: no | kernel", "torch 2"), checkpoint="nf4", layout="bitsandbytes NF4")
+    write(file, Seen(False, "ValueError: no | kernel"), checkpoint="nf4", layout="bitsandbytes NF4")
     known = rows.read(file)
     assert len(known) == 3
     table, day = load_table(known), known[0]["date"]
