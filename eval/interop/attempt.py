@@ -28,7 +28,7 @@ from quantkit.eval.interop.compare import Seen, token_windows, try_checkpoint
 from quantkit.eval.interop.parent import end_with
 
 _POLL = 0.1  # seconds
-_OURS_FAILED = 70  # exit code: the reference failed, which says nothing about the engine
+_OURS_FAILED = 70  # exit code: we failed, which says nothing about the engine
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def _one_process(setting: Setting, folders: tuple[Path, ...], log: Path) -> Iter
         finally:
             _end(worker)
     if worker.returncode == _OURS_FAILED:
-        raise QuantkitError(f"our own reference failed on {folders[answered]}; {log} says why")
-    if answered == 0 or (answered < len(folders) and worker.returncode):
+        yield folders[answered], Seen(None, f"our own part failed: {_last_line(log)}")
+    elif answered == 0 or (answered < len(folders) and worker.returncode):
         yield folders[answered], Seen(False, f"the process ended with code {worker.returncode}: {_last_line(log)}")
 
 

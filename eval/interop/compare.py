@@ -21,7 +21,7 @@ _LONGEST_REASON = 240
 
 @dataclass(frozen=True)
 class Seen:
-    """Numbers are None where it does not load. `loads` is None where nobody waited for the answer."""
+    """Numbers are None where it does not load. `loads` is None where that cannot be told: nobody waited for it."""
 
     loads: bool | None
     reason: str = ""
@@ -55,11 +55,14 @@ def try_checkpoint(adapter: Adapter, checkpoint: Checkpoint, ids: Tensor, device
     try:
         dtype = adapter.load(checkpoint, ids.shape[1])
         there = adapter.logprobs(ids)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Seen(False, first_line(error))
     finally:
         adapter.forget()
-    here = reference_logprobs(checkpoint, ids, dtype, device)
+    try:
+        here = reference_logprobs(checkpoint, ids, dtype, device)
+    except Exception as error:
+        return Seen(None, f"our own reference failed: {first_line(error)}")
     return Seen(
         loads=True,
         dtype_there=dtype,

@@ -72,14 +72,13 @@ async def _bench(url: str, load: Load, vocab: int, prompts: Path) -> ServeRow:
 def _timed(load: Load, row: ServeRow, start: float) -> Timed:
     if row.errors:
         raise QuantkitError(f"{row.errors} of {len(row.measured.answers)} requests failed: {row.error_examples}")
-    found = row.to_dict()
     first, gap = (row.spread(name) for name in ("ttft", "itl"))
-    counted = "total_tokens_per_second" if load.new == 1 else "output_tokens_per_second"
+    tokens = len(row.whole) * load.prompt if load.new == 1 else sum(answer.tokens for answer in row.whole)
     return Timed(
         load,
         row.measured.seconds,
         start,
-        found[counted],
+        row.per_second(tokens),
         None if first is None else first.p50,
         None if gap is None else gap.p50,
     )

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from quantkit.eval.shapes import PLAIN_SHAPES
 ENGINES = (OURS, "vLLM")
 _CONTEXT = 4096
 _MEMORY_SHARE = 0.85
-_LIMIT = 900.0  # seconds for one engine with one folder
+_LIMIT = 400.0  # seconds for one engine with one folder
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,14 @@ class Job:
         return [*words, str(self.folder)]
 
     def keep(self, timed: Timed) -> None:
-        about = {
-            "engine": self.engine,
-            "version": engine_version(self.engine),
-            "model": _shape_of(self.folder, self.format),
-        }
-        about |= {"format": self.format, "protocol": self.protocol, "command": self.command}
+        about = {"engine": self.engine, "version": engine_version(self.engine), "format": self.format}
+        about |= {"model": _shape_of(self.folder, self.format), "protocol": self.protocol, "command": self.command}
         speed_rows.append(self.output, timed, **about)
-        print(
-            f"{self.engine} {self.format} {load_name(timed.load)}: {timed.tokens_per_second:,.1f} tokens/s", flush=True
-        )
 
 
 def engine_version(engine: str) -> str:
     """Ours may run from a checkout that is not installed."""
-    return version_of("vllm" if engine == "vLLM" else "quantkit") or "checkout"
+    return version_of("vllm") if engine == "vLLM" else version_of("quantkit") or "checkout"
 
 
 def _shape_of(folder: Path, format_name: str) -> str:
@@ -150,16 +143,16 @@ def work(job: Job) -> None:
         job.keep(timed)
 
 
-def run_offline(job: Job, log: Path) -> None:
+def run_offline(job: Job, log: Path, limit: float) -> None:
     """What the engine prints goes to the log."""
     command = [sys.executable, "-m", "quantkit.eval.peers.vllm_bench", "work", *job.words()]
     with log.open("ab") as printed:
-        ended = subprocess.run(command, stdout=None, stderr=printed, timeout=_LIMIT, check=False)
+        ended = subprocess.run(command, stdout=printed, stderr=printed, timeout=limit, check=False)
     if ended.returncode:
         raise QuantkitError(f"{job.engine} with {job.folder.name} ended with code {ended.returncode}; {log} says why")
 
 
-def run_served(job: Job, log: Path) -> None:
+def run_served(job: Job, log: Path, limit: float) -> None:
     environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     found = measure_served(
         job.engine,
@@ -169,7 +162,7 @@ def run_served(job: Job, log: Path) -> None:
         vocab=vocab_of(job.folder),
         environment=environment,
         log=log,
-        limit=_LIMIT,
+        limit=limit,
     )
     for timed in found:
         job.keep(timed)
@@ -182,29 +175,43 @@ def side_by_side(given: argparse.Namespace, command: Sequence[str]) -> list[str]
     check_formats(formats)
     if unknown := set(engines) - set(ENGINES):
         raise InputError(f"unknown engine '{unknown.pop()}'; choose from {', '.join(ENGINES)}")
+    for engine in engines:
+        if not engine_version(engine):
+            raise InputError(f"{engine} is not installed here; docs/interop.md says how, or leave it out of --engines")
     loads = parse_loads(given.loads) if given.loads else LOADS
     with on_device(device):
         folders = make_folders(given.shape, given.folder, formats, device=device, blocks=given.blocks)
+    protocol = SERVED if given.serve else OFFLINE
     failed = []
     for name, folder in folders.items():
         for engine in engines:
-            protocol = SERVED if given.serve else OFFLINE
-            wanted = {"engine": engine, "version": engine_version(engine), "format": name, "protocol": protocol}
-            known = (
-                set()
-                if given.again
-                else speed_rows.done(speed_rows.read(given.output), **wanted, model=_shape_of(folder, name))
-            )
-            left = tuple(load for load in loads if load not in known)
-            if not left:
-                continue
-            job = Job(engine, folder, name, left, device, given.output.absolute(), shlex.join(command), protocol)
-            log = given.folder / f"{engine}-{name}.log"
-            try:
-                (run_served if given.serve else run_offline)(job, log)
-            except (QuantkitError, subprocess.TimeoutExpired) as error:
-                failed.append(str(error))
-                print(error, flush=True)
+            job = Job(engine, folder, name, loads, device, given.output.absolute(), shlex.join(command), protocol)
+            job = job if given.again else _left(job)
+            if job.loads:
+                failed += _run(job, given.folder / f"{engine}-{name}.log", given.limit)
+    return failed
+
+
+def _left(job: Job) -> Job:
+    """Without the loads that have rows of today."""
+    wanted = {"engine": job.engine, "version": engine_version(job.engine), "protocol": job.protocol}
+    wanted |= {"format": job.format, "model": _shape_of(job.folder, job.format)}
+    known = speed_rows.done(speed_rows.read(job.output), **wanted)
+    return replace(job, loads=tuple(load for load in job.loads if load not in known))
+
+
+def _run(job: Job, log: Path, limit: float) -> list[str]:
+    """Says what was measured, and gives what went wrong."""
+    before = len(speed_rows.read(job.output))
+    failed = []
+    try:
+        (run_served if job.protocol == SERVED else run_offline)(job, log, limit)
+    except (QuantkitError, subprocess.TimeoutExpired) as error:
+        failed.append(f"{job.engine} {job.format}: {error}")
+        print(failed[0], flush=True)
+    for row in speed_rows.read(job.output)[before:]:
+        sizes = f"{row['requests']} x ({row['prompt']} + {row['new']})"
+        print(f"{job.engine} {job.format} {sizes}: {row['tokens_per_second']} tokens/s", flush=True)
     return failed
 
 
@@ -222,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--loads", default="", metavar="L,...", help="requests x prompt + new: 8x128+256")
     parser.add_argument("--serve", action="store_true", help="over HTTP, with the client of `quantkit bench serve`")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds for one engine with one folder")
     parser.add_argument("--again", action="store_true", help="also what has rows of today")
     parser.add_argument("--output", type=Path, default=speed_rows.FILE, metavar="FILE", help="CSV to append to")
     given = parser.parse_args(words)
@@ -244,7 +252,6 @@ def _work(words: Sequence[str]) -> None:
     output = Path(given.output)
     end_with(int(given.parent))
     work(Job(given.engine, given.folder, given.format, loads, given.device, output, given.command, OFFLINE))
-    sys.stdout.flush()
     os._exit(0)  # an engine that hangs or fails when Python ends has done its work
 
 
