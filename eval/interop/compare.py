@@ -88,5 +88,6 @@ def first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = lines[1:] if len(lines) > 1 and "validation error" in lines[0] else lines  # pydantic's headline
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return said if len(said) <= _LONGEST_REASON else said[: _LONGEST_REASON - 3] + "..."

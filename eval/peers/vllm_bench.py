@@ -115,7 +115,7 @@ def measure_vllm(folder: Path, loads: Sequence[Load]) -> Iterator[Timed]:
 def bench_arguments(folder: Path, loads: Sequence[Load]) -> dict[str, Any]:
     """Of `vllm.LLM`: graphs and compilation as it comes, but nothing remembered of prompts."""
     return {
-        "model": str(folder),
+        "model": str(folder.absolute()),
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,

@@ -91,7 +91,7 @@ def load_arguments(checkpoint: Checkpoint, window: int) -> dict[str, Any]:
     """Of `vllm.LLM`. float16 where the layout has kernels for nothing else."""
     half = any(fmt.only_float16_elsewhere for fmt in checkpoint.formats.values()) or checkpoint.dtype == "float16"
     arguments = {
-        "model": str(checkpoint.folder),
+        "model": str(checkpoint.folder.absolute()),
         "dtype": "float16" if half else "bfloat16",
         "skip_tokenizer_init": True,
         "enforce_eager": True,

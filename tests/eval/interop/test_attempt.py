@@ -102,6 +102,8 @@ def test_reasons_are_one_line() -> None:
     assert first_line(wrapped) == "KeyError: 'deep'"
     assert first_line(ValueError("\n  first\nsecond")) == "ValueError: first"
     assert first_line(ValueError()) == "ValueError"
+    headed = ValueError("1 validation error for ModelConfig\n  Value error, no such method [type=value_error]")
+    assert first_line(headed) == "ValueError: Value error, no such method [type=value_error]"
     assert len(first_line(ValueError("x" * 1000))) == 240
 
 
