@@ -62,8 +62,13 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
         schemes=dict(Counter(f"{fmt.name} {fmt.describe()}" for fmt in formats.values())),
         part_bytes=_part_bytes(checkpoint),
         layer_bytes=_layer_bytes(checkpoint),
-        engines=tuple(verdicts(Layers(formats, _kept_in_blocks(checkpoint)))),
+        engines=tuple(verdicts(layers_of(checkpoint))),
     )
+
+
+def layers_of(checkpoint: Checkpoint) -> Layers:
+    """What the rules about engines look at."""
+    return Layers(checkpoint.formats, _kept_in_blocks(checkpoint))
 
 
 def _suffixes(checkpoint: Checkpoint, module: str) -> list[tuple[str, str]]:

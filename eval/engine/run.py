@@ -81,8 +81,8 @@ class _Watch:
 
 def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 0) -> EngineTimes:
     """One load, after its warm-up. `bandwidth` is the device's, bytes a second."""
-    run_load(engine, Load(load.batch, min(SHORT_PROMPT, load.prompt), WARM_UP_TOKENS), seed=seed + 1)
-    run_load(engine, Load(load.batch, load.prompt, 2), seed=seed + 2)
+    for number, warm_up in enumerate(warm_ups(load), 1):
+        run_load(engine, warm_up, seed=seed + number)
     before = Guesses.so_far(engine)
     _idle_shares(engine)
     watch = run_load(engine, load, seed=seed)
@@ -110,12 +110,21 @@ def _idle_shares(engine: Engine) -> tuple[float, ...]:
     return engine.peers.idle_shares(engine.runner.part.clock.take())
 
 
+def warm_ups(load: Load) -> tuple[Load, Load]:
+    """What runs before a load, with prompts of its own: seeds go on from the load's."""
+    return Load(load.batch, min(SHORT_PROMPT, load.prompt), WARM_UP_TOKENS), Load(load.batch, load.prompt, 2)
+
+
+def random_prompts(load: Load, vocab: int, seed: int) -> list[list[int]]:
+    """Token ids; the same for every engine that runs the load."""
+    generator = random.Random(seed)
+    return [[generator.randrange(vocab) for _ in range(load.prompt)] for _ in range(load.batch)]
+
+
 def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:
     """All requests at once, until the last token."""
-    generator = random.Random(seed)
     params = SamplingParams(max_tokens=load.new, ignore_eos=True)
-    vocab = engine.config.vocab
-    prompts = [[generator.randrange(vocab) for _ in range(load.prompt)] for _ in range(load.batch)]
+    prompts = random_prompts(load, engine.config.vocab, seed)
     watch = _Watch(time.perf_counter())
     for prompt in prompts:
         engine.add(prompt, params)

@@ -125,8 +125,11 @@ def _print(found: Inspection) -> None:
         print_table("Schemes", ("scheme", "modules"), list(found.schemes.items()))
     _sizes("Bytes per part", "part", found.part_bytes, found.bytes)
     _sizes("Bytes per layer", "layer", found.layer_bytes, found.bytes)
-    rows = [(verdict.engine, "yes" if verdict.loads else "no", verdict.remark) for verdict in found.engines]
-    print_table("Engines", ("engine", "loads", "remark"), rows)
+    rows = [
+        (verdict.engine, "yes" if verdict.loads else "no", verdict.remark, verdict.evidence)
+        for verdict in found.engines
+    ]
+    print_table("Engines", ("engine", "loads", "remark", "evidence"), rows)
 
 
 def _sizes(title: str, what: str, sizes: dict[str, int], total: int) -> None:

@@ -168,8 +168,11 @@ def _quality(quality: Quality | None) -> str:
 
 
 def _engines(engines: Iterable[Verdict]) -> str:
-    rows = [(verdict.engine, "yes" if verdict.loads else "no", _cell(verdict.remark)) for verdict in engines]
-    return _table(("engine", "loads", "remark"), rows)
+    rows = [
+        (verdict.engine, "yes" if verdict.loads else "no", _cell(verdict.remark), _cell(verdict.evidence))
+        for verdict in engines
+    ]
+    return _table(("engine", "loads", "remark", "evidence"), rows)
 
 
 def _loading(facts: CardFacts) -> str:

@@ -19,6 +19,7 @@ from quantkit.checkpoint_writer import free_space
 from quantkit.engines import Layers, verdicts
 from quantkit.formats import Format, IntegerFormat, Shape
 from quantkit.methods.costing import GroupWork
+from quantkit.methods.sensitivity import SOME_TAKE_2_BITS
 from quantkit.passes.activations import available_memory
 from quantkit.pipeline.earlier_run import check_journal
 from quantkit.pipeline.job import Job
@@ -54,7 +55,7 @@ def make_plan(job: Job) -> QuantizePlan:
         device=job.device,
     )
     needs = _needs(work, written, Path(job.output))
-    engines = tuple(verdicts(Layers(_mixed(chosen) if target_bits else chosen, kept)))
+    engines = tuple(verdicts(Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept)))
     warnings = tuple(_warnings(method, chosen, work, needs))
     return QuantizePlan(model, method, written, needs, engines, warnings)
 
@@ -116,11 +117,15 @@ def _needs(work: Work, written: OutputFacts, output: Path) -> Needs:
     )
 
 
-def _mixed(chosen: Mapping[str, Format]) -> dict[str, Format]:
-    """The layers as engines will meet them where the run finds each one's bits: not all alike."""
+def _mixed(chosen: Mapping[str, Format], target_bits: float) -> dict[str, Format]:
+    """The layers as engines will meet them where the run finds each one's bits: not all alike.
+
+    Which bits there will be nobody knows yet; below an average of 4, scales and all, some take fewer.
+    """
     first, fmt = next(iter(chosen.items()))
     assert isinstance(fmt, IntegerFormat)  # recipes allow target_bits only there
-    return {**chosen, first: replace(fmt, bits=4 if fmt.bits == 8 else 8)}
+    other = (2 if target_bits < SOME_TAKE_2_BITS else 3) if target_bits < 4 else 8
+    return {**dict.fromkeys(chosen, replace(fmt, bits=4)), first: replace(fmt, bits=other)}
 
 
 def _warnings(method: MethodFacts, chosen: Mapping[str, Format], work: Work, needs: Needs) -> Iterator[str]:

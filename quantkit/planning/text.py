@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantkit.engines import Verdict
 from quantkit.planning.plan import Need, OutputFacts, QuantizePlan
 from quantkit.wording import human_bytes, human_count, human_duration
 
@@ -26,11 +27,15 @@ def describe(plan: QuantizePlan) -> list[tuple[str, str]]:
     lines.append(("time", f"about {human_duration(needs.seconds)} on {needs.device}"))
     for verdict in plan.engines:
         if verdict.loads:
-            lines.append(("loads in", f"{verdict.engine} {verdict.remark}".strip()))
+            lines.append(("loads in", _with_evidence(f"{verdict.engine} {verdict.remark}".strip(), verdict)))
     for verdict in plan.engines:
         if not verdict.loads:
-            lines.append(("not in", f"{verdict.engine}: {verdict.remark}"))
+            lines.append(("not in", _with_evidence(f"{verdict.engine}: {verdict.remark}", verdict)))
     return lines + [("warning", warning) for warning in plan.warnings]
+
+
+def _with_evidence(text: str, verdict: Verdict) -> str:
+    return f"{text} ({verdict.evidence})" if verdict.evidence else text
 
 
 def _method(plan: QuantizePlan) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.engines import Layers, Verdict, verdicts
+from quantkit.engines import NOT_RUN, Layers, Verdict, layout_of, verdicts
 from quantkit.formats import DIALECTS, Awq, CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
 
 
@@ -76,8 +76,9 @@ def test_packages_are_values_and_the_remark_is_made_of_them(fmt: Format, package
 
 
 def test_a_verdict_as_json() -> None:
-    assert Verdict("vLLM", ("one", "two")).to_dict() == {"engine": "vLLM", "loads": False, "remark": "one; two"}
-    assert Verdict("SGLang").to_dict() == {"engine": "SGLang", "loads": True, "remark": ""}
+    refused = {"engine": "vLLM", "loads": False, "remark": "one; two", "evidence": NOT_RUN}
+    assert Verdict("vLLM", ("one", "two")).to_dict() == refused
+    assert Verdict("quantkit").to_dict() == {"engine": "quantkit", "loads": True, "remark": "", "evidence": ""}
 
 
 def test_reasons_come_once_in_the_order_of_the_layers() -> None:
@@ -96,3 +97,35 @@ def test_layouts_that_take_float16_only_elsewhere() -> None:
 
 def test_only_bitsandbytes_stays_whole_elsewhere() -> None:
     assert [name for name, dialect in DIALECTS.items() if not dialect.cut_elsewhere] == ["bitsandbytes"]
+
+
+@pytest.mark.parametrize(
+    ("formats", "layout"),
+    [
+        ((), "unquantized"),
+        ((Gptq(),), "gptq W4 g128 sym"),
+        ((Gptq(dtype="bfloat16"), Gptq(dtype="bfloat16")), "gptq W4 g128 sym"),
+        ((Gptq(bits=8, group_size=-1, version=2),), "gptq W8 row sym v2"),
+        ((Gptq(act_order=True),), "gptq W4 g128 sym act-order"),
+        ((Awq(),), "awq W4 g128 asym"),
+        ((CtInt8(),), "compressed-tensors W8A8 row, dynamic"),
+        ((CtFloat8(strategy="block"),), "compressed-tensors FP8 block, dynamic"),
+        ((Nf4(),), "bitsandbytes NF4 b64 double-quant"),
+        (
+            (CtPacked(bits=4, group_size=64), CtPacked(bits=3), CtPacked(bits=4)),
+            "compressed-tensors mixed W3 sym + W4 sym",
+        ),
+        ((CtPacked(), CtInt8()), "compressed-tensors mixed W4 sym + W8A8 row, dynamic"),
+    ],
+)
+def test_layouts_have_names(formats: tuple[Format, ...], layout: str) -> None:
+    assert layout_of(Layers({f"layer{i}": fmt for i, fmt in enumerate(formats)})) == layout
+
+
+def test_a_layout_says_what_is_left_out_and_what_is_more() -> None:
+    quantized: dict[str, Format] = {f"model.layers.{i}.mlp.up_proj": Gptq() for i in (0, 1)}
+    assert layout_of(Layers(quantized | {"lm_head": Gptq()})) == "gptq W4 g128 sym with lm_head"
+    uneven = Layers({"model.layers.0.mlp.up_proj": Gptq()}, ("model.layers.1.mlp.up_proj",))
+    assert layout_of(uneven) == "gptq W4 g128 sym kept unevenly"
+    kept = tuple(f"model.layers.{i}.mlp.down_proj" for i in (0, 1))
+    assert layout_of(Layers(quantized, kept)) == "gptq W4 g128 sym with layers kept"

@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "checksums": set(),
     "checkpoint_writer": {"errors", "formats", "checkpoint", "storage", "checksums"},
     "recipe": {"errors", "formats", "arch", "methods", "strict_yaml"},
-    "engines": {"errors", "formats"},
+    "engine_runs": set(),
+    "engines": {"engine_runs", "errors", "formats"},
     "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer", "provenance"},
     "kernels": {"errors", "formats"},
     "calibration": {"bundled"},
@@ -68,9 +69,8 @@ ALLOWED["runtime"] = {
     "threads",
     "wording",
 }
-ALLOWED["eval"] = (
-    ALLOWED["runtime"] | ALLOWED["convert"] | {"divergence"} | {"runtime", "bundled", "inspection", "planning"}
-)
+ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"]
+ALLOWED["eval"] |= {"runtime", "bundled", "convert", "divergence", "inspection", "planning"}
 ALLOWED["medusa"] = {"bundled", "calibration", "checkpoint", "reference", "runtime", "sources", "wording"}
 ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection", "runtime", "sources", "wording"}
 ALLOWED["deploy"] = {"checkpoint", "errors", "runtime", "sources", "strict_yaml", "wording"}

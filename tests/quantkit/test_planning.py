@@ -100,6 +100,15 @@ def test_target_bits_give_the_size_and_a_mix_for_the_engines(readable: Path) -> 
     assert "SGLang" in [verdict.engine for verdict in plan.engines if not verdict.loads]
 
 
+def test_of_few_target_bits_some_layers_take_fewer_than_4(readable: Path) -> None:
+    """vLLM has no kernels for these with zero points."""
+    refusing = {}
+    for bits in (3.5, 4.5):
+        plan = plan_for(readable, "rtn-w4g128-ct", f"target_bits={bits}", "method=gptq", "format.sym=false")
+        refusing[bits] = [verdict.engine for verdict in plan.engines if not verdict.loads]
+    assert refusing == {3.5: ["vLLM", "SGLang"], 4.5: ["SGLang"]}
+
+
 def test_plans_are_json_and_have_no_path_of_this_machine(readable: Path, tmp_path: Path) -> None:
     plan = plan_for(readable, "gptq-w4g128", output=tmp_path / "deep" / "out")
     text = json.dumps(plan.to_dict())

@@ -1,0 +1,62 @@
+"""The page's table: checkpoints down, engines across, and why some did not load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from quantkit.errors import StorageError
+from quantkit.eval.interop import rows
+from quantkit.eval.interop.checkpoints import all_tried
+
+PAGE = Path("docs") / "interop.md"
+ENGINES = ("transformers", "vLLM", "SGLang", "llama.cpp")
+BEGIN, END = "<!-- {name}: written by a command, see above -->", "<!-- end of {name} -->"
+Row = dict[str, str]
+
+
+def load_table(known: list[Row]) -> str:
+    """Every checkpoint that is tried or has a row, the newest row of each engine; then the reasons of refusals."""
+    newest = rows.newest(known)
+    names = list(dict.fromkeys([tried.name for tried in all_tried()] + [row["checkpoint"] for row in newest.values()]))
+    layouts = {row["checkpoint"]: row["layout"] for row in newest.values()}
+    lines = [
+        (name, layouts.get(name, ""), *(_cell(newest.get((engine, name))) for engine in ENGINES)) for name in names
+    ]
+    refused = [row for row in newest.values() if row["loads"] != "yes"]
+    text = markdown_table(("checkpoint", "layout", *ENGINES), lines)
+    if refused:
+        reasons = [(row["checkpoint"], f"{row['engine']} {row['version']}", f"`{row['reason']}`") for row in refused]
+        text += "\n\n" + markdown_table(("does not load", "in", "it says"), reasons)
+    return text
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["loads"] != "yes":
+        return f"{row['loads']} ({row['version']}, {row['date']})"
+    there, here = (f"{float(row[f'perplexity_{side}']):.3f}" for side in ("there", "here"))
+    return f"{there} / {here} ({row['version']}, {row['dtype_there']}, {row['date']})"
+
+
+def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rules = ["---"] * len(columns)
+    cleaned = [[cell.replace("|", "\\|") for cell in line] for line in (columns, rules, *lines)]
+    return "\n".join("".join(f"| {cell} " if cell else "| " for cell in line) + "|" for line in cleaned)
+
+
+def between_marks(page: str, name: str) -> str:
+    """What stands on a page between the marks of a table."""
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise StorageError(f"the page must have '{begin}' and '{end}' once each")
+    return page.partition(begin)[2].partition(end)[0].strip()
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """The page with another table between its marks."""
+    between_marks(page, name)
+    before, begin, rest = page.partition(BEGIN.format(name=name))
+    end = END.format(name=name)
+    return f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
