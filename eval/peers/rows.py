@@ -62,6 +62,9 @@ def keep(path: Path, row: Row) -> None:
 
 
 def read(path: Path) -> list[Row]:
+    """None where nothing was measured yet."""
+    if not path.is_file():
+        return []
     with path.open(encoding="utf-8", newline="") as file:
         return [Row.from_dict(line) for line in csv.DictReader(file)]
 

@@ -59,7 +59,7 @@ class Made:
 def run(bench: Bench, job: Job, calibration: str | None) -> Row:
     """`calibration` is one of the base's texts by name, or None for a method that needs none."""
     base, made = bench.base, make(bench, job, calibration)
-    folder, bits = _readable(made.folder)
+    folder, bits = _readable(made.folder, base)
     command = (
         "eval", folder, "--base", base.folder, "--text", base.text, "--max-windows", base.windows,
         "--kl-windows", base.compared, "--exact-activations", "--device", bench.device, "--json",
@@ -111,7 +111,7 @@ def make(bench: Bench, job: Job, calibration: str | None) -> Made:
     else:
         words = ("quantkit", "quantize", base.folder, "-r", job.recipe(base.group), "-o", folder)
         words += ("--quality-windows", 0, "--device", bench.device, *(("--text", text) if calibration else ()))
-    log, peaks = folder.with_suffix(".log"), folder.with_suffix(".json")
+    log, peaks = (folder.with_name(f"{folder.name}.{kind}") for kind in ("log", "json"))
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         code = subprocess.run(
@@ -135,13 +135,15 @@ def _tokens(bench: Bench, text: str) -> Path:
     return file
 
 
-def _readable(folder: Path) -> tuple[Path, float]:
-    """A folder that quantkit reads, and the bits of a weight in its quantized layers."""
+def _readable(folder: Path, base: Base) -> tuple[Path, float]:
+    """A folder that quantkit reads, and the bits of a weight in its quantized layers. Tokens are the base's."""
     file = folder / "model.gguf"
     if not file.exists():
         return folder, float(_json_of("inspect", folder, "--json")["quantized_bits_per_weight"])
     tensors = [tensor for tensor in GGUFReader(file).tensors if tensor.tensor_type.name.startswith("Q")]
     _json_of("import", file, "-o", folder / "decoded", "--dtype", "float32", "--overwrite", "--json")
+    for tokenizer in base.folder.glob("tokenizer*"):
+        shutil.copy(tokenizer, folder / "decoded")
     bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / sum(int(tensor.n_elements) for tensor in tensors)
     return folder / "decoded", bits
 
