@@ -23,13 +23,15 @@ from quantkit.eval.peers.table import markdown
 @click.option("--wikitext", type=click.Path(path_type=Path), help="A folder with WikiText-2; default: from the hub.")
 @click.option("--work", default=".peers", show_default=True, type=click.Path(path_type=Path), help="For what is made.")
 @click.option("--device", default="auto", show_default=True)
-@click.option("--here", is_flag=True, help="Use the packages of this Python, make no environments.")
+@click.option(
+    "--packages", multiple=True, metavar="TOOL=FOLDER", help="Run a tool with this Python and packages from a folder."
+)
 @click.option("-o", "--output", default=RESULTS, show_default=True, type=click.Path(path_type=Path))
 @click.option("--again", is_flag=True, help="Also what this folder of work has finished before.")
 @click.option("--table", is_flag=True, help="Only print the newest rows of the model, as the pages have them.")
 def command(
     model: str, tools: tuple[str, ...], methods: tuple[str, ...], texts: tuple[str, ...], wikitext: Path | None,
-    work: Path, device: str, here: bool, output: Path, again: bool, table: bool,
+    work: Path, device: str, packages: tuple[str, ...], output: Path, again: bool, table: bool,
 ) -> None:  # fmt: skip
     """Quantize a model with the tools of other projects and with quantkit, and measure all results alike.
 
@@ -43,11 +45,22 @@ def command(
         return
     work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(find_base(model, work, wikitext and wikitext.resolve()), work, resolve_device(device), here)
+    base = find_base(model, work, wikitext and wikitext.resolve())
+    bench = Bench(base, work, resolve_device(device), _folders(packages))
     failed = [job for job in chosen(model, tools, methods) if not _finish(bench, job, texts, output, again)]
     click.echo(markdown(newest(read(output)), model))
     if failed:
         raise SystemExit(1)
+
+
+def _folders(given: tuple[str, ...]) -> dict[str, Path]:
+    found = {}
+    for one in given:
+        tool, _, folder = one.partition("=")
+        if tool not in TOOLS or not folder or not Path(folder).is_dir():
+            raise click.BadParameter(f"'{one}' is no TOOL=FOLDER; tools: {', '.join(TOOLS)}", param_hint="--packages")
+        found[tool] = Path(folder).resolve()
+    return found
 
 
 def _finish(bench: Bench, job: Job, texts: tuple[str, ...], output: Path, again: bool) -> bool:

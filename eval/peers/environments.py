@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.eval.peers.jobs import TOOLS
@@ -17,11 +18,28 @@ _LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source package carries all of lla
 _PROGRAMS = ("llama-quantize", "llama-imatrix")
 
 
-def python_of(tool: str, work: Path, *, here: bool = False) -> Path:
-    """The interpreter that has the tool; its environment is made where there is none. `here`: this interpreter."""
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter, and where a tool's packages lie if they are not its own."""
+
+    python: Path
+    packages: Path | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        folders = [str(folder) for folder in (ROOT, self.packages) if folder is not None]
+        return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+def environment_of(tool: str, work: Path, packages: Path | None = None) -> Environment:
+    """One that has the tool: made where there is none, or this interpreter with the tool's packages in a folder."""
+    if packages is not None or not TOOLS[tool].requirements:
+        return Environment(Path(sys.executable), packages)
+    return Environment(_made(tool, work))
+
+
+def _made(tool: str, work: Path) -> Path:
     requirements = TOOLS[tool].requirements
-    if here or not requirements:
-        return Path(sys.executable)
     folder = work / f"venv-{tool}"
     python, ready = folder / "bin" / "python", folder / "ready"
     if not ready.exists():
@@ -34,12 +52,13 @@ def python_of(tool: str, work: Path, *, here: bool = False) -> Path:
     return python
 
 
-def version_of(tool: str, python: Path) -> str:
+def version_of(tool: str, environment: Environment) -> str:
     """Of the package, as that environment has it."""
     if tool == "llama.cpp":
         return _LLAMA_CPP.replace("==", " ")
     ask = f"import importlib.metadata as m; print(m.version({TOOLS[tool].package!r}))"
-    return subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    words = [str(environment.python), "-c", ask]
+    return subprocess.run(words, check=True, capture_output=True, text=True, env=environment.variables).stdout.strip()
 
 
 def call(*words: object) -> None:

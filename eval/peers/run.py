@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from quantkit.calibration import Calibration
 from quantkit.errors import QuantkitError
 from quantkit.eval.compare.machine import describe_machine
 from quantkit.eval.peers.bases import Base
-from quantkit.eval.peers.environments import ROOT, python_of, version_of
+from quantkit.eval.peers.environments import environment_of, version_of
 from quantkit.eval.peers.jobs import TOOLS, Job
 from quantkit.eval.peers.rows import Row
 from quantkit.provenance import origin_of
@@ -38,7 +38,7 @@ class Bench:
     base: Base
     work: Path
     device: str
-    here: bool = False  # use the packages of this interpreter
+    packages: Mapping[str, Path] = field(default_factory=dict)  # of tools that this interpreter runs
 
     def folder(self, job: Job, calibration: str | None) -> Path:
         """Where a job's checkpoint goes."""
@@ -101,7 +101,7 @@ def make(bench: Bench, job: Job, calibration: str | None) -> Made:
     folder = bench.work / "made" / name.replace(" ", "_").replace("-None", "")
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    python = python_of(job.tool, bench.work, here=bench.here)
+    environment = environment_of(job.tool, bench.work, bench.packages.get(job.tool))
     text = base.calibrations[calibration or "default"]
     words: tuple[object, ...]
     if tool.script:
@@ -115,15 +115,15 @@ def make(bench: Bench, job: Job, calibration: str | None) -> Made:
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         code = subprocess.run(
-            [str(word) for word in (python, "-m", f"{_TOOLS}.watched", peaks, *words)],
-            stdout=output, stderr=subprocess.STDOUT, cwd=folder.parent, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            [str(word) for word in (environment.python, "-m", f"{_TOOLS}.watched", peaks, *words)],
+            stdout=output, stderr=subprocess.STDOUT, cwd=folder.parent, env=environment.variables,
         ).returncode  # fmt: skip
     seconds = round(time.monotonic() - began, 1)
     if code:
         raise QuantkitError(f"{job.tool} ended with exit code {code}: {_last_line(log)} ({log})")
     peak = json.loads(peaks.read_text(encoding="utf-8"))
     spoken = _spoken(words if tool.script == "" else ("python", "-m", *words), base, folder)
-    return Made(folder, version_of(job.tool, python), seconds, peak["host"], peak["gpu"], spoken)
+    return Made(folder, version_of(job.tool, environment), seconds, peak["host"], peak["gpu"], spoken)
 
 
 def _tokens(bench: Bench, text: str) -> Path:

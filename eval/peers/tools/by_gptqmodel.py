@@ -13,7 +13,6 @@ from gptqmodel import BACKEND, GPTQModel  # noqa: E402
 from gptqmodel.quantization import QuantizeConfig  # noqa: E402
 
 task = read_task()
-assert task.method == "gptq"
 config = QuantizeConfig(bits=task.bits, group_size=task.group, sym=True, offload_to_disk=False)
 model = GPTQModel.load(str(task.model), config, device=task.device, dtype=torch.float32)
 rows = [{"input_ids": ids[None], "attention_mask": ids.new_ones(1, len(ids))} for ids in task.samples]
