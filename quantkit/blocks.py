@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quantkit.arch import Family
 from quantkit.checkpoint import Checkpoint, require_finite
+from quantkit.expert_modules import separate_experts
 from quantkit.formats.base import DTYPES
 from quantkit.host_memory import return_free_memory
 from quantkit.served import serve_inputs
@@ -125,6 +126,9 @@ class BlockRunner:
             model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         self.model: nn.Module = model.get_submodule(family.blocks.rpartition(".")[0])
         self.blocks: nn.ModuleList = model.get_submodule(family.blocks)
+        separate_experts(self.blocks, family, checkpoint.config)
+        for block in self.blocks:
+            _take_names_of_files(block, family)
         self._modules = _modules_by_block(checkpoint, family.blocks)
 
     def __len__(self) -> int:
@@ -247,6 +251,13 @@ def _modules_by_block(checkpoint: Checkpoint, blocks: str) -> list[tuple[list[st
                 if layer < count:
                     found[layer][kind].append(name)
     return found
+
+
+def _take_names_of_files(block: nn.Module, family: Family) -> None:
+    """Its own forward would not find its parts any more, but is never called."""
+    for stored, module in family.renamed:
+        block.add_module(stored, block.get_submodule(module))
+        delattr(block, module)
 
 
 def weight_of(linear: nn.Module) -> Tensor:
