@@ -20,6 +20,7 @@ from quantkit.stages import Experts, Fold, Group, Part, Routing, Stage, dense_st
 Config = Mapping[str, Any]  # the contents of config.json
 MOST_LAYERS = 10_000  # a file that says more would make lists that no memory holds
 MOST_EXPERTS = 10_000
+_EXPERT_KEYS = ("num_experts", "num_local_experts")
 _LLAMA = dense_stages()
 
 
@@ -44,9 +45,10 @@ class Family:
     # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
     rope: Literal["one", "partial", "per-layer-type"] = "one"
     longrope_aliases: tuple[str, ...] = ()  # rope types that mean `longrope` in older files of this family
-    # switched: all layers, only under `use_sliding_window`. upper: the same from layer `max_window_layers` on.
-    # alternating: all layers but every `full_every`-th. In the last two, `layer_types` in config.json wins.
-    sliding: Literal["none", "all", "switched", "upper", "alternating"] = "none"
+    # switched: all layers, only under `use_sliding_window`. upper: the same from layer `max_window_layers` on. lower:
+    # the same for every second layer below. alternating: all layers but every `full_every`-th. In the last three,
+    # `layer_types` in config.json wins.
+    sliding: Literal["none", "all", "switched", "upper", "lower", "alternating"] = "none"
     full_every: int = 0
     sliding_window: int | None = None
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
@@ -101,7 +103,8 @@ class Family:
     def window(self, config: Config, layer: int) -> int | None:
         """How many tokens a layer sees, the current one included; None: all of them."""
         width: int | None = config.get("sliding_window", self.sliding_window)
-        if self.sliding == "none" or (self.sliding in ("switched", "upper") and not config.get("use_sliding_window")):
+        switched = self.sliding in ("switched", "upper", "lower")
+        if self.sliding == "none" or (switched and not config.get("use_sliding_window")):
             return None
         if self.sliding in ("all", "switched"):
             return width
@@ -109,6 +112,8 @@ class Family:
             slides = config["layer_types"][layer] == "sliding_attention"
         elif self.sliding == "upper":
             slides = layer >= config.get("max_window_layers", 28)
+        elif self.sliding == "lower":
+            slides = layer < config.get("max_window_layers", 28) and layer % 2 == 0
         else:
             slides = (layer + 1) % config.get("sliding_window_pattern", self.full_every) != 0
         return width if slides else None
@@ -190,7 +195,7 @@ PHI3 = Family(
 
 
 def _mixtral(_: int, config: Config) -> tuple[Stage, ...]:
-    count = _size(config, "num_local_experts", MOST_EXPERTS, default=8)
+    count = _experts(config, default=8)
     experts = Experts(count, _chosen(config, count, default=2), "block_sparse_moe.gate")
     part = Part("mlp", "block_sparse_moe", "post_attention_layernorm")
     return _LLAMA[:2] + mlp_stages("block_sparse_moe.experts.{}", "", part, ("w1", "w3", "w2"), experts)
@@ -199,9 +204,13 @@ def _mixtral(_: int, config: Config) -> tuple[Stage, ...]:
 def _qwen_moe(layer: int, config: Config, *, count: int, chosen: int, width: int) -> tuple[Stage, ...]:
     """Experts in every layer but those that `mlp_only_layers` and `decoder_sparse_step` leave out."""
     step = config.get("decoder_sparse_step", 1)
-    if config.get("num_experts") == 0 or layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step:
+    if (
+        0 in (config.get(key) for key in _EXPERT_KEYS)
+        or layer in (config.get("mlp_only_layers") or ())
+        or (layer + 1) % step
+    ):
         return _LLAMA
-    count = _size(config, "num_experts", MOST_EXPERTS, default=count)
+    count = _experts(config, default=count)
     routing = Routing(normalized=bool(config.get("norm_topk_prob", False)))
     experts = Experts(count, _chosen(config, count, default=chosen), "mlp.gate", routing)
     width = _size(config, "moe_intermediate_size", default=width)
@@ -221,7 +230,7 @@ MIXTRAL = Family(
 )
 
 QWEN2_MOE = Family(
-    "qwen2_moe", "Qwen2MoeForCausalLM", layout=_qwen2_moe, qkv_bias="unless", sliding="upper", sliding_window=4096
+    "qwen2_moe", "Qwen2MoeForCausalLM", layout=_qwen2_moe, qkv_bias="unless", sliding="lower", sliding_window=4096
 )
 
 QWEN3_MOE = Family(
@@ -255,6 +264,12 @@ def family_of(config: Config) -> Family:
 
 def _heads(config: Config) -> int:
     return _size(config, "num_attention_heads")
+
+
+def _experts(config: Config, default: int) -> int:
+    """Of a layer; versions of transformers differ in how they call it."""
+    key = next((key for key in _EXPERT_KEYS if key in config), _EXPERT_KEYS[0])
+    return _size(config, key, MOST_EXPERTS, default)
 
 
 def _chosen(config: Config, count: int, default: int) -> int:

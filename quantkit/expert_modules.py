@@ -60,11 +60,21 @@ def separate_experts(blocks: nn.ModuleList, family: Family, config: Config) -> N
 
 
 def module_name(family: Family, name: str) -> str:
-    """What transformers calls something that files call `name`; both are names within a block."""
+    """What transformers calls something that files call `name`, in a block or in the whole model."""
     for stored, module in family.renamed:
-        if name.startswith(f"{stored}."):
-            return module + name.removeprefix(stored)
+        name = _replaced(name, stored, module)
     return name
+
+
+def file_name(family: Family, name: str) -> str:
+    """The other way."""
+    for stored, module in family.renamed:
+        name = _replaced(name, module, stored)
+    return name
+
+
+def _replaced(name: str, old: str, new: str) -> str:
+    return ".".join(new if part == old else part for part in name.split("."))
 
 
 def _separate(block: nn.Module, family: Family, stages: list[Stage]) -> None:
