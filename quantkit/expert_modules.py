@@ -83,4 +83,6 @@ def _separate(block: nn.Module, family: Family, stages: list[Stage]) -> None:
     gate, up, down = (name.partition(".{}.")[2] for name in linears)
     parent, _, child = folder.rpartition(".")
     holder = block.get_submodule(parent)
-    setattr(holder, child, SeparateExperts(getattr(holder, child), (gate, up, down)))
+    fused = getattr(holder, child)
+    if hasattr(fused, "gate_up_proj"):  # some families keep linears themselves
+        setattr(holder, child, SeparateExperts(fused, (gate, up, down)))
