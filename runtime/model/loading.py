@@ -7,7 +7,7 @@ that would serve garbage is refused by the layer's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,12 @@ from quantkit.kernels.linear.op import LinearWeight, linear, prepare
 from quantkit.kernels.reference import linear as reference
 from quantkit.progress import Progress, silent
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.layers import Block, Linear, Weights
+from quantkit.runtime.model.experts import ExpertMlp, SharedExpert
+from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.shards import GroupShare, Share, length, pieces, share_of_block
+from quantkit.stages import Stage
 
 # Largest relative difference between kernel and reference. Both round in the dtype of the activations.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -209,16 +211,10 @@ def _block(reader: _Reader, layer: int, ranks: Ranks) -> Block:
     shares = share_of_block(reader.checkpoint, config, ranks, layer) if ranks.tensor > 1 else {}
     biased = family.biased(layer, reader.checkpoint.config)
     stages = {stage.role: stage for stage in config.stages[layer]}
-    linears = {
-        role: reader.linear(
-            family.modules(layer, stage),
-            config.outputs(stage),
-            config.inputs(stage),
-            shares.get(role),
-            biased=stage.linears[0] in biased,
-        )
-        for role, stage in stages.items()
-    }
+
+    def linear(stage: Stage) -> Linear:
+        names, outputs, inputs = family.modules(layer, stage), config.outputs(stage), config.inputs(stage)
+        return reader.linear(names, outputs, inputs, shares.get(stage.role), biased=stage.names[0] in biased)
 
     def norm(name: str, size: int = config.hidden) -> Tensor:
         return reader.tensor(f"{family.blocks}.{layer}.{name}.weight", (size,))
@@ -226,13 +222,31 @@ def _block(reader: _Reader, layer: int, ranks: Ranks) -> Block:
     attention, mlp = stages["qkv"].part, stages["gate_up"].part
     return Block(
         before_attention=norm(attention.norm),
-        qkv=linears["qkv"],
+        qkv=linear(stages["qkv"]),
         q_norm=norm("self_attn.q_norm", config.head_dim) if family.qk_norm else None,
         k_norm=norm("self_attn.k_norm", config.head_dim) if family.qk_norm else None,
-        output=linears["output"],
+        output=linear(stages["output"]),
         after_attention=None if attention.post_norm is None else norm(attention.post_norm),
         before_mlp=norm(mlp.norm),
-        gate_up=linears["gate_up"],
-        down=linears["down"],
+        mlp=_mlp(reader, layer, stages, linear),
         after_mlp=None if mlp.post_norm is None else norm(mlp.post_norm),
     )
+
+
+def _mlp(reader: _Reader, layer: int, stages: dict[str, Stage], linear: Callable[[Stage], Linear]) -> Mlp:
+    """Dense, or experts by the names that each of them has in the files, and what every token runs through beside."""
+    gate_up, down = stages["gate_up"], stages["down"]
+    mlps = tuple(map(DenseMlp, map(linear, gate_up.by_expert), map(linear, down.by_expert)))
+    experts = gate_up.experts
+    if experts is None:
+        return mlps[0]
+
+    def plain(name: str, outputs: int) -> Linear:
+        return reader.linear([f"{reader.config.family.blocks}.{layer}.{name}"], [outputs], reader.config.hidden)
+
+    shared = None
+    if "shared_gate_up" in stages:
+        gate = stages["shared_gate_up"].gate
+        mlp = DenseMlp(linear(stages["shared_gate_up"]), linear(stages["shared_down"]))
+        shared = SharedExpert(mlp, None if gate is None else plain(gate, 1))
+    return ExpertMlp(plain(experts.router, experts.count), mlps, experts.per_token, experts.routing, shared)

@@ -207,7 +207,8 @@ def assert_cut_by_groups(folder: Path, vocab: int) -> None:
     groups, parts = assert_as_alone(folder, 2, vocab=vocab)
     layers = checkpoint.config["num_hidden_layers"]
     assert groups[0].calls == ["sum", *["gather", "gather", "sum"] * layers, "gather"] * rank_of.TOKENS
-    assert all(weight.order is None for part in parts for block in part.weights.blocks for weight in block.down.weights)
+    downs = [block.mlp.down for part in parts for block in part.weights.blocks]
+    assert all(weight.order is None for down in downs for weight in down.weights)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
