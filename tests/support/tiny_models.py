@@ -73,6 +73,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+
 
 def build_model(family: str, dtype: str = "float32", **changes: Any) -> Any:
     """A random model with eager attention: some versions of transformers leave out soft caps in their faster kinds."""
