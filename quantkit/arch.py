@@ -44,6 +44,7 @@ class Family:
     # one: all layers alike. partial: only the first `partial_rotary_factor` of each head is rotated. per-layer-type:
     # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
     rope: Literal["one", "partial", "per-layer-type"] = "one"
+    rope_theta: float = 10_000.0
     longrope_aliases: tuple[str, ...] = ()  # rope types that mean `longrope` in older files of this family
     # switched: all layers, only under `use_sliding_window`. upper: the same from layer `max_window_layers` on. lower:
     # the same for every second layer below. alternating: all layers but every `full_every`-th. In the last three,
@@ -226,7 +227,12 @@ def _qwen2_moe(layer: int, config: Config) -> tuple[Stage, ...]:
 
 
 MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", layout=_mixtral, renamed=(("block_sparse_moe", "mlp"),), sliding="all"
+    "mixtral",
+    "MixtralForCausalLM",
+    layout=_mixtral,
+    rope_theta=1_000_000.0,
+    sliding="all",
+    renamed=(("block_sparse_moe", "mlp"),),
 )
 
 QWEN2_MOE = Family(

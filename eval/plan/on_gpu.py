@@ -18,6 +18,7 @@ from quantkit.kernels.linear.op import why_decoded
 from quantkit.runtime.core.options import dtype_on_gpu
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.memory import weight_bytes
+from quantkit.runtime.model.config import read_model_config
 from quantkit.sources import model_folder
 from quantkit.wording import human_bytes
 
@@ -72,10 +73,11 @@ class OnGpu:
 
 
 def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
-    """Refuses GPUs that are unknown, too old or not NVIDIA's, as an engine there would."""
+    """Refuses GPUs that are unknown, too old or not NVIDIA's, and models that run on none, as an engine there would."""
     card = find_card(gpu)
     checkpoint = Checkpoint(model_folder(model))
-    plan = plan_card(card, checkpoint.formats.values())
+    has_experts = read_model_config(checkpoint.config).has_experts
+    plan = plan_card(card, checkpoint.formats.values(), has_experts=has_experts)
     weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
     return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
 
