@@ -69,9 +69,7 @@ def load_blocks(
     own = ranks.blocks(config.layers)
     blocks = []
     for layer in own:
-        with (
-            checkpoint.kept_open()
-        ):  # for one block: what was read of a mapped file counts as memory until it is closed
+        with checkpoint.kept_open():  # no longer: what was read of a mapped file counts as memory
             blocks.append(_BlockReader(reader, layer, ranks).block())
         on_block(f"block {layer}", len(own))
     return tuple(blocks)
