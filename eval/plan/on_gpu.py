@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.eval.plan.gpus import Gpu, find_card, find_gpu
 from quantkit.formats import Format
@@ -76,7 +77,8 @@ def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
     """Refuses GPUs that are unknown, too old or not NVIDIA's, and models that run on none, as an engine there would."""
     card = find_card(gpu)
     checkpoint = Checkpoint(model_folder(model))
-    has_experts = read_model_config(checkpoint.config).has_experts
+    known = checkpoint.config.get("model_type") in FAMILIES  # others can still be looked at
+    has_experts = known and read_model_config(checkpoint.config).has_experts
     plan = plan_card(card, checkpoint.formats.values(), has_experts=has_experts)
     weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
     return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)

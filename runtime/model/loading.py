@@ -68,10 +68,10 @@ def load_blocks(
     reader = Reader(checkpoint, config, dtype, device)
     own = ranks.blocks(config.layers)
     blocks = []
-    with checkpoint.kept_open():
-        for layer in own:
+    for layer in own:
+        with checkpoint.kept_open():  # no longer: what was read of a mapped file counts as memory
             blocks.append(_BlockReader(reader, layer, ranks).block())
-            on_block(f"block {layer}", len(own))
+        on_block(f"block {layer}", len(own))
     return tuple(blocks)
 
 

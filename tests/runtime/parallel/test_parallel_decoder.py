@@ -289,7 +289,7 @@ def test_later_stages_hold_neither_embedding_nor_head(family_model: Callable[[st
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2_moe"])
 def test_stages_are_exact_in_16_bit(
     family: str, dtype: torch.dtype, family_model: Callable[[str], Path]
 ) -> None:  # fmt: skip
