@@ -22,6 +22,7 @@ from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.formats.base import DTYPES
 from quantkit.host_memory import return_free_memory
 from quantkit.served import serve_inputs
+from quantkit.skeleton import build_skeleton, is_computed
 from quantkit.stages import Part, Stage
 
 VOCABULARY_PIECE = 16384  # rows of the output matrix converted at once
@@ -112,19 +113,14 @@ class BlockRunner:
     """The blocks of a checkpoint's model, decoded where it is quantized, materialised one at a time on a device."""
 
     def __init__(self, checkpoint: Checkpoint, family: Family, device: str = "cpu") -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         self.checkpoint, self.family, self.device = checkpoint, family, torch.device(device)
         # A CPU without 16-bit arithmetic is the rule; a GPU computes as the model will be served.
         self.dtype = torch.float32 if self.device.type == "cpu" else DTYPES[checkpoint.dtype]
-        plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        self.config = AutoConfig.for_model(**plain)
-        # Soft caps exist only in the implementation that computes attention in full.
-        self.config._attn_implementation = "eager" if family.attn_logit_softcapping else "sdpa"
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        self.config, model = build_skeleton(checkpoint, family, self.dtype)
         self.model: nn.Module = model.get_submodule(family.blocks.rpartition(".")[0])
-        self.blocks: nn.ModuleList = model.get_submodule(family.blocks)
+        blocks = model.get_submodule(family.blocks)
+        assert isinstance(blocks, nn.ModuleList)
+        self.blocks = blocks
         self._modules = _modules_by_block(checkpoint, family.blocks)
 
     def __len__(self) -> int:
@@ -242,7 +238,7 @@ def _modules_by_block(checkpoint: Checkpoint, blocks: str) -> list[tuple[list[st
     found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(count)]
     for kind, names in enumerate((checkpoint.plain_names(), checkpoint.formats)):
         for name in names:
-            if name.startswith(f"{blocks}."):
+            if name.startswith(f"{blocks}.") and not is_computed(name):
                 layer = int(name[len(blocks) + 1 :].partition(".")[0])
                 if layer < count:
                     found[layer][kind].append(name)

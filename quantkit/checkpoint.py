@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ class StoredTensor(NamedTuple):
 
 class Checkpoint:
     """A model folder, opened for reading. Raises StorageError, naming the file, for anything broken."""
+
+    _kept: dict[Path, Any] | None = None  # files that stay open
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -91,11 +93,27 @@ class Checkpoint:
             raise StorageError(f"tensor {name} is missing in {self.folder}; the checkpoint is incomplete")
         file = self.tensors[name].file
         try:
-            with safe_open(file, framework="pt") as opened:
+            with self._open(file) as opened:
                 tensor: Tensor = opened.get_tensor(name)
                 return tensor
         except (SafetensorError, OSError) as error:
             raise _broken(file, error) from error
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Within, every file is opened once. Opening reads the header: 60 ms where it names 20,000 tensors."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def _open(self, file: Path) -> AbstractContextManager[Any]:
+        if self._kept is None:
+            return safe_open(file, framework="pt")
+        if file not in self._kept:
+            self._kept[file] = safe_open(file, framework="pt")
+        return nullcontext(self._kept[file])
 
     def rows(self, name: str, index: Tensor | slice) -> Tensor:
         """Some rows of a tensor. Files are mapped into memory, so the others are never read."""

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.arch import FAMILIES, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.devices import resolve_device
 from quantkit.errors import InputError, StorageError
+from quantkit.expert_modules import file_name, module_name, separate_experts
 from quantkit.formats.base import DTYPES, check_choice
 from quantkit.progress import Progress, silent
 from quantkit.served import serve_inputs
@@ -54,19 +56,27 @@ def load_reference(
         on_tensor(name, total)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
-    _check_names(skeleton, weights, checkpoint.folder)
+    family = FAMILIES.get(config.model_type)
+    if family is not None:
+        separate_experts(skeleton.get_submodule(family.blocks), family, plain)
+    _check_names(skeleton, weights, checkpoint.folder, family)
     with quiet_transformers():
         loaded = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=DTYPES[dtype])
     loaded = loaded.to(device).eval()
+    if family is not None:
+        separate_experts(loaded.get_submodule(family.blocks), family, plain)
     if activations == "served":
         for module in checkpoint.formats:
-            serve_inputs(loaded.get_submodule(module), checkpoint, module)
+            inside = module if family is None else module_name(family, module)
+            serve_inputs(loaded.get_submodule(inside), checkpoint, module)
     return loaded
 
 
-def _check_names(skeleton: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:
+def _check_names(skeleton: PreTrainedModel, weights: dict[str, Any], folder: Path, family: Family | None) -> None:
     """transformers would fill what is missing with random numbers and only warn."""
     expected = skeleton.state_dict()
+    if family is not None:
+        expected = {file_name(family, name): tensor for name, tensor in expected.items()}
     tied = set(getattr(skeleton, "all_tied_weights_keys", None) or {}) if skeleton.config.tie_word_embeddings else set()
     missing = [name for name in expected if name not in weights and name not in tied]
     if missing:

@@ -7,7 +7,7 @@ layer has four stages, a layer with experts or with two projections in a row has
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Group = tuple[str, ...]  # names of linear layers that read the same input
@@ -40,12 +40,20 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a router chooses experts by its logits, and how much each of the chosen counts."""
+
+    normalized: bool = True  # softmax over all; the weights of the chosen ones are then divided by their sum
+
+
+@dataclass(frozen=True)
 class Experts:
     """Copies of a stage's linears, of which a router chooses some for every token."""
 
     count: int
     per_token: int
     router: str  # the module that chooses; never quantized
+    routing: Routing = Routing()
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class Stage:
     part: Part
     fold: Fold | None = None
     experts: Experts | None = None
+    width: int | None = None  # of what lies between gate_up and down; None: `intermediate_size` of config.json
+    gate: str | None = None  # a linear of one output that says how much the sum of this stage's MLP counts
 
     @property
     def linears(self) -> Group:
@@ -76,16 +86,17 @@ class Stage:
 
     def _of_expert(self, number: int) -> Stage:
         fold = self.fold and Fold(self.fold.kind, self.fold.producer.format(number))
-        return Stage(self.role, tuple(name.format(number) for name in self.names), self.part, fold)
+        names = tuple(name.format(number) for name in self.names)
+        return replace(self, names=names, fold=fold, experts=None)
 
 
-_ATTENTION = Part("attention", "self_attn", "input_layernorm")
-_MLP = Part("mlp", "mlp", "post_attention_layernorm")
+ATTENTION = Part("attention", "self_attn", "input_layernorm")
+MLP = Part("mlp", "mlp", "post_attention_layernorm")
 
 
 def dense_stages(
-    attention: Part = _ATTENTION,
-    mlp: Part = _MLP,
+    attention: Part = ATTENTION,
+    mlp: Part = MLP,
     qkv: Group = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     gate_up: Group = ("mlp.gate_proj", "mlp.up_proj"),
 ) -> tuple[Stage, ...]:
@@ -95,4 +106,24 @@ def dense_stages(
         Stage("output", ("self_attn.o_proj",), attention, Fold("value", qkv[-1])),
         Stage("gate_up", gate_up, mlp, Fold("norm", mlp.norm)),
         Stage("down", ("mlp.down_proj",), mlp, Fold("up", gate_up[-1])),
+    )
+
+
+def mlp_stages(
+    folder: str,
+    role: str = "",
+    part: Part = MLP,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    experts: Experts | None = None,
+    width: int | None = None,
+    gate: str | None = None,
+) -> tuple[Stage, ...]:
+    """The two stages of an MLP beside others that read the same norm, so that no scales go there.
+
+    `folder` is where its linears stand, with `{}` for an expert's number; `role` comes before the names of its roles.
+    """
+    gate_up, down = [f"{folder}.{name}" for name in names[:2]], f"{folder}.{names[2]}"
+    return (
+        Stage(f"{role}gate_up", tuple(gate_up), part, None, experts, width, gate),
+        Stage(f"{role}down", (down,), part, Fold("up", gate_up[1]), experts, width, gate),
     )

@@ -13,7 +13,7 @@ from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.op import LinearWeight, prepare
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.layers import Block, Linear, Weights
+from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Weights
 from quantkit.runtime.model.lm_head import head_in_bits, more_bytes
 from quantkit.stages import Stage
 
@@ -81,12 +81,14 @@ class RandomWeights:
         norm = self._ones(config.hidden)
         return Block(
             before_attention=norm,
+            qkv=linears["qkv"],
             q_norm=None,
             k_norm=None,
+            output=linears["output"],
             after_attention=None,
             before_mlp=norm,
+            mlp=DenseMlp(linears["gate_up"], linears["down"]),
             after_mlp=None,
-            **linears,
         )
 
     def _linear(self, outputs: tuple[int, ...], inputs: int, *, biased: bool) -> Linear:

@@ -48,7 +48,7 @@ def _weights(decoder: Decoder, found: FormatPlan) -> Iterator[Line]:
         yield "embedding and lm_head", f"2 x {embedding} = {_gb(2 * KEPT_BYTES * decoder.embedding)}"
     else:
         yield "embedding, lm_head too", f"{embedding} = {_gb(KEPT_BYTES * decoder.embedding)} (one matrix)"
-    yield "norms and biases", f"{decoder.other:,} x {KEPT_BYTES} = {KEPT_BYTES * decoder.other:,} bytes"
+    yield decoder.others_title, f"{decoder.other:,} x {KEPT_BYTES} = {KEPT_BYTES * decoder.other:,} bytes"
     yield "weights", f"the sum of these = {_gb(weights.bytes)}, {weights.bits:.2f} bits a parameter"
 
 
@@ -57,13 +57,13 @@ def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Li
     assert reserve is not None
     attention = decoder.attention_width
     qkv = attention + 2 * config.kv_heads * config.head_dim
-    wide = f"max(3 x {config.intermediate:,}, {qkv:,} + 2 x {attention:,}) + 3 x {config.hidden:,}"
+    wide = f"max(3 x {config.token_channels:,}, {qkv:,} + 2 x {attention:,}) + 3 x {config.hidden:,}"
     yield "activations of a step", f"{STEP_TOKENS:,} tokens x ({wide}) x 2 bytes = {_gb(reserve.hidden)}"
-    yield "a weight in 16 bit", f"{config.hidden:,} x {config.intermediate:,} x 2 x 2 bytes = {_gb(reserve.decoded)}"
+    yield "a weight in 16 bit", f"{config.hidden:,} x {config.largest_width:,} x 2 x 2 bytes = {_gb(reserve.decoded)}"
     each = f"(512 rows x (2 + 12) bytes + {SEQUENCES} x 5 for penalties)"
     yield "logits", f"{config.vocab:,} x {each} = {_gb(reserve.logits)}"
     yield "CUDA and libraries", _gb(LIBRARIES)
-    width = f"4 x ({config.intermediate:,} + {config.hidden:,} + {attention:,})"
+    width = f"4 x ({config.token_channels:,} + {config.hidden:,} + {attention:,})"
     decoded = _gb(reserve.decoded)
     yield "CUDA graphs", f"{SEQUENCES} x {width} x 2 x 4 bytes + {decoded} + 64 MiB = {_gb(reserve.graphs)}"
     yield "engine", f"the sum of these five = {_gb(fit.reserve)}"
@@ -84,7 +84,10 @@ def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Li
 def _decode(plan: ServingPlan, found: FormatPlan, batch: int) -> Iterator[Line]:
     ceiling, context, gpu = found.ceiling, plan.question.context, plan.gpu
     step = ceiling.decode(batch, context)
-    read = f"{_gb(found.weights.read)} + {batch} x {_gb(ceiling.cache_bytes(context))} = {_gb(step.bytes)}"
+    for part in found.weights.routed:
+        chosen = f"{_gb(part.bytes)} x (1 - (1 - {part.per_token} / {part.count})^{batch})"
+        yield "experts that are read", f"{chosen} = {_gb(part.read(batch))}, where all are chosen equally often"
+    read = f"{_gb(found.weights.read_for(batch))} + {batch} x {_gb(ceiling.cache_bytes(context))} = {_gb(step.bytes)}"
     yield "bytes of a step", f"weights read once + batch x cache read: {read}"
     moved = f"{_gb(step.bytes)} / {gpu.bandwidth / 1e12:.3g} TB/s = {1e3 * step.memory_seconds:.3f} ms"
     yield "time to move them", moved

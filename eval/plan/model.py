@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from quantkit.arch import FAMILIES, Config
 from quantkit.errors import InputError
 from quantkit.formats import Shape
 from quantkit.runtime.model.config import ModelConfig, read_model_config
-from quantkit.stages import Stage
+from quantkit.stages import Experts, Stage
 
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _KV_KEYS = ("num_key_value_heads", "num_attention_heads")
@@ -67,7 +67,8 @@ class Decoder:
     config: ModelConfig
     raw: Config
     linears: dict[str, Shape]  # of all blocks, by module
-    other: int  # norms and biases
+    other: int  # norms and biases; routers of experts, which stay in 16 bit like them
+    experts: dict[str, Experts] = field(default_factory=dict)  # which of them a linear belongs to, by module
 
     @property
     def linear_weights(self) -> int:
@@ -85,6 +86,10 @@ class Decoder:
     @property
     def parameters(self) -> int:
         return self.linear_weights + self.embedding + self.head + self.other
+
+    @property
+    def others_title(self) -> str:
+        return "norms, biases, routers" if self.experts else "norms and biases"
 
     @property
     def attention_width(self) -> int:
@@ -131,12 +136,17 @@ def stage_shapes(config: ModelConfig, stage: Stage) -> list[Shape]:
 
 
 def block_others(config: ModelConfig, raw: Config, layer: int) -> int:
-    """Norms and biases of one block; `config` may be that of a rank, `layer` is the number in the whole model."""
+    """What of one block is no linear that recipes quantize: norms, biases, routers, gates of shared experts.
+
+    `config` may be that of a rank, `layer` is the number in the whole model.
+    """
     family = config.family
     stages, biased = family.stages(layer, raw), family.biased(layer, raw)
     norms = sum(1 if part.post_norm is None else 2 for part in {stage.part for stage in stages})
     biases = sum(sum(config.outputs(stage)) for stage in stages if stage.linears[0] in biased)
-    return config.hidden * norms + (2 * config.head_dim if family.qk_norm else 0) + biases
+    routers = sum({stage.experts.router: stage.experts.count for stage in stages if stage.experts}.values())
+    gates = len({stage.gate for stage in stages if stage.gate})
+    return config.hidden * (norms + routers + gates) + (2 * config.head_dim if family.qk_norm else 0) + biases
 
 
 def _decoder(raw: Config) -> Decoder:
@@ -147,8 +157,15 @@ def _decoder(raw: Config) -> Decoder:
         for stage in stages
         for module, shape in zip(config.family.modules(layer, stage), stage_shapes(config, stage), strict=True)
     }
+    experts = {
+        module: stage.experts
+        for layer, stages in enumerate(config.stages)
+        for stage in stages
+        if stage.experts is not None
+        for module in config.family.modules(layer, stage)
+    }
     others = sum(block_others(config, raw, layer) for layer in range(config.layers))
-    return Decoder(config, raw, linears, others + config.hidden)
+    return Decoder(config, raw, linears, others + config.hidden, experts)
 
 
 def _cache(config: Config, known: ModelConfig | None) -> Cache:

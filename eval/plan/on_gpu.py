@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.eval.plan.gpus import Gpu, find_card, find_gpu
 from quantkit.formats import Format
@@ -18,6 +19,7 @@ from quantkit.kernels.linear.op import why_decoded
 from quantkit.runtime.core.options import dtype_on_gpu
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.memory import weight_bytes
+from quantkit.runtime.model.config import read_model_config
 from quantkit.sources import model_folder
 from quantkit.wording import human_bytes
 
@@ -72,10 +74,12 @@ class OnGpu:
 
 
 def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
-    """Refuses GPUs that are unknown, too old or not NVIDIA's, as an engine there would."""
+    """Refuses GPUs that are unknown, too old or not NVIDIA's, and models that run on none, as an engine there would."""
     card = find_card(gpu)
     checkpoint = Checkpoint(model_folder(model))
-    plan = plan_card(card, checkpoint.formats.values())
+    known = checkpoint.config.get("model_type") in FAMILIES  # others can still be looked at
+    has_experts = known and read_model_config(checkpoint.config).has_experts
+    plan = plan_card(card, checkpoint.formats.values(), has_experts=has_experts)
     weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
     return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
 

@@ -19,7 +19,7 @@ from quantkit.eval.plan.model import Decoder, PlannedModel
 from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.roofline import MAX_BATCH, Ceiling, mean_context
 from quantkit.eval.plan.shards import ACTIVATION, Shard, shard
-from quantkit.eval.plan.weights import Chosen, choose, keep, weigh
+from quantkit.eval.plan.weights import Chosen, RoutedBytes, choose, keep, weigh
 from quantkit.recipe import Recipe
 from quantkit.runtime.model.ranks import Ranks, check_parallel
 
@@ -31,14 +31,17 @@ _PIPELINES = (1, 2, 4, 8, 16)
 class StageTime:
     """Seconds of one step of one stage as a function of its requests."""
 
-    weights: float  # to read them
+    weights: float  # to read them, experts not counted
     cache: float  # to read that of one request
     compute: float  # of one token
     fixed: float  # of collectives and sending, whatever their size
     per_token: float
+    routed: tuple[RoutedBytes, ...] = ()
+    bandwidth: float = 1.0
 
     def seconds(self, batch: int) -> float:
-        return max(self.weights + batch * self.cache, batch * self.compute) + self.fixed + batch * self.per_token
+        weights = self.weights + sum(part.read(batch) for part in self.routed) / self.bandwidth
+        return max(weights + batch * self.cache, batch * self.compute) + self.fixed + batch * self.per_token
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Spread:
             compute=ceiling.token_seconds(context),
             fixed=none,
             per_token=one - none,
+            routed=ceiling.weights.routed,
+            bandwidth=bandwidth,
         )
 
     def _exchange(self, stage: Stage, link: Link, tokens: int, rows: int) -> float:

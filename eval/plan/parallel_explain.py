@@ -28,7 +28,7 @@ def _weights(plan: ParallelPlan, stage: Stage) -> Iterator[Line]:
     yield "blocks of stage 0", f"{config.layers} layers / {ranks.pipeline} stages, rounded down = {blocks}"
     heads = f"{config.heads} / {ranks.tensor} = {local.heads} heads, {config.kv_heads} / {ranks.tensor}"
     replicated = " (at least 1: ranks share one)" if ranks.tensor > config.kv_heads else ""
-    channels = f"{config.intermediate:,} / {ranks.tensor} = {local.intermediate:,} channels of the MLP"
+    channels = f"{config.token_channels:,} / {ranks.tensor} = {local.token_channels:,} channels of the MLP"
     yield "a rank", f"{heads} = {local.kv_heads} KV heads{replicated}, {channels}"
     weights = part.weights
     stored = f"{part.decoder.linear_weights:,} weights x {weights.linear_bits:.4f} bits / 8"
@@ -37,7 +37,10 @@ def _weights(plan: ParallelPlan, stage: Stage) -> Iterator[Line]:
     size = f"{rows:,} of {config.vocab:,} rows x {config.hidden:,} x {KEPT_BYTES}"
     yield "embedding of a rank", f"{size} = {_gb(KEPT_BYTES * rows * config.hidden)}"
     yield "head of a rank", "the same rows" if config.tied else "as much"
-    yield "norms and biases", f"{part.decoder.other:,} x {KEPT_BYTES} = {KEPT_BYTES * part.decoder.other:,} bytes"
+    yield (
+        part.decoder.others_title,
+        f"{part.decoder.other:,} x {KEPT_BYTES} = {KEPT_BYTES * part.decoder.other:,} bytes",
+    )
     yield "weights of a rank", f"the sum of these = {_gb(weights.bytes)}"
 
 

@@ -68,7 +68,7 @@ class Ceiling:
         return self.linear_seconds + self.attention_operations(self.cache.seen(context)) / self.gpu.bf16
 
     def decode(self, batch: int, context: int) -> Step:
-        moved = self.weights.read + batch * self.cache_bytes(context)
+        moved = self.weights.read_for(batch) + batch * self.cache_bytes(context)
         return Step(batch, context, moved, moved / self.gpu.bandwidth, batch * self.token_seconds(context))
 
     def prefill_seconds(self, prompt: int, batch: int = 1) -> float:
@@ -76,7 +76,7 @@ class Ceiling:
         attention = self.attention_operations(self.cache.seen_in_prompt(prompt)) / self.gpu.bf16
         head = self.weights.head_operations / self.gpu.bf16
         computed = batch * (prompt * (self.linear_seconds - head) + head + attention)
-        return max(computed, self.weights.read / self.gpu.bandwidth)
+        return max(computed, self.weights.read_for(batch * prompt) / self.gpu.bandwidth)
 
     def answer_tokens_per_second(self, batch: int, prompt: int, new: int) -> float:
         """Output tokens a second when `batch` requests come at once, prefill included.
@@ -91,7 +91,14 @@ class Ceiling:
     def bandwidth_bound_up_to(self, context: int) -> float:
         """The batch at which computing takes as long as moving bytes; infinite where the cache alone takes longer."""
         computing = self.token_seconds(context) - self.cache_bytes(context) / self.gpu.bandwidth
-        return self.weights.read / self.gpu.bandwidth / computing if computing > 0 else math.inf
+        if computing <= 0:
+            return math.inf
+        reading = computing * self.gpu.bandwidth  # bytes that are read while a token is computed
+        low, high = (self.weights.read_for(tokens) / reading for tokens in (0, math.inf))
+        while high - low > 0.01:  # the more requests, the more experts are read
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.weights.read_for(middle) > middle * reading else (low, middle)
+        return high
 
 
 def mean_context(prompt: int, new: int) -> int:

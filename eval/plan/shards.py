@@ -58,7 +58,8 @@ def shard(decoder: Decoder, chosen: Chosen, ranks: Ranks) -> Shard:
     linears, traffic = _linears(decoder, chosen, ranks, part)
     others = sum(block_others(part, decoder.raw, layer) for layer in blocks)
     others += config.hidden if ranks.last_stage else 0
-    local = Decoder(part, decoder.raw, linears, others)
+    experts = {module: decoder.experts[module] for module in linears if module in decoder.experts}
+    local = Decoder(part, decoder.raw, linears, others, experts)
     return Shard(ranks, local, _weigh(local, chosen, ranks), _cache(local), traffic)
 
 
@@ -109,22 +110,22 @@ def _check_groups(chosen: Chosen, module: str, fmt: Format | None, inputs: int, 
 
 def _weigh(local: Decoder, chosen: Chosen, ranks: Ranks) -> WeightPlan:
     """Stage 0 has the same rows of embedding and head, which may be one matrix."""
-    config = local.config
-    linear_bytes, operations = weigh_linears(chosen, local.linears)
+    config, own = local.config, weigh_linears(chosen, local)
     head = ranks.vocabulary_width(config.vocab) * config.hidden if ranks.first_stage else 0
     kept = head + (0 if config.tied else head) + local.other
-    operations = {"bf16": 0} | operations
+    operations = {"bf16": 0} | own.operations
     operations["bf16"] += 2 * head
     return WeightPlan(
         name=chosen.name,
         scheme=chosen.scheme,
-        bytes=linear_bytes + KEPT_BYTES * kept,
-        read=linear_bytes + KEPT_BYTES * (head + local.other),
-        linear_bytes=linear_bytes,
-        linear_bits=8 * linear_bytes / local.linear_weights,
+        bytes=own.bytes + KEPT_BYTES * kept,
+        read=own.always_read + KEPT_BYTES * (head + local.other),
+        linear_bytes=own.bytes,
+        linear_bits=8 * own.bytes / local.linear_weights,
         parameters=local.linear_weights + kept,
         operations=operations,
         head_operations=2 * head,
+        routed=own.routed,
     )
 
 

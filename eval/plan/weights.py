@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,14 +11,29 @@ from quantkit.errors import InputError
 from quantkit.eval.plan.model import Decoder, PlannedModel
 from quantkit.formats import Format, Shape
 from quantkit.recipe import Recipe
+from quantkit.stages import Experts
 
 UNQUANTIZED = "bf16"
 KEPT_BYTES = 2  # of a weight that stays in 16 bit
 
 
 @dataclass(frozen=True)
+class RoutedBytes:
+    """Of experts, `per_token` of which are chosen for a token."""
+
+    bytes: int  # of all of them
+    count: int
+    per_token: int
+
+    def read(self, tokens: float) -> int:
+        """Of the experts that at least one of so many tokens chose, on average; all are chosen equally often."""
+        missed: float = (1 - self.per_token / self.count) ** tokens
+        return round(self.bytes * (1 - missed))
+
+
+@dataclass(frozen=True)
 class WeightPlan:
-    """All weights of a model. `bytes` lie in memory; `read` of them are read for every step."""
+    """All weights of a model. `bytes` lie in memory; `read` of them are read for every step, experts not counted."""
 
     name: str  # of a recipe, or bf16
     scheme: str  # such as `W4 g128 sym`
@@ -28,6 +44,11 @@ class WeightPlan:
     parameters: int
     operations: dict[str, int]  # of the linears and lm_head for one token, by arithmetic: bf16, fp8, int8
     head_operations: int  # of those, lm_head's; always in bf16
+    routed: tuple[RoutedBytes, ...] = ()
+
+    def read_for(self, tokens: float) -> int:
+        """Bytes that a step with so many tokens reads."""
+        return self.read + sum(part.read(tokens) for part in self.routed)
 
     @property
     def bits(self) -> float:
@@ -97,32 +118,50 @@ def _supported(model: PlannedModel) -> Decoder:
 def weigh(chosen: Chosen, decoder: Decoder) -> WeightPlan:
     """All weights of a decoder in the chosen formats."""
     head = 2 * decoder.embedding  # lm_head is as large, and the same matrix where they are tied
-    linear_bytes, operations = weigh_linears(chosen, decoder.linears)
-    operations = {"bf16": 0} | operations
+    linears = weigh_linears(chosen, decoder)
+    operations = {"bf16": 0} | linears.operations
     operations["bf16"] += head
     kept = KEPT_BYTES * (decoder.embedding + decoder.head + decoder.other)
     return WeightPlan(
         name=chosen.name,
         scheme=chosen.scheme,
-        bytes=linear_bytes + kept,
+        bytes=linears.bytes + kept,
         # Of an embedding that is not the head too, a step reads a row for each token: next to nothing.
-        read=linear_bytes + KEPT_BYTES * (decoder.embedding + decoder.other),
-        linear_bytes=linear_bytes,
-        linear_bits=8 * linear_bytes / decoder.linear_weights,
+        read=linears.always_read + KEPT_BYTES * (decoder.embedding + decoder.other),
+        linear_bytes=linears.bytes,
+        linear_bits=8 * linears.bytes / decoder.linear_weights,
         parameters=decoder.parameters,
         operations=operations,
         head_operations=head,
+        routed=linears.routed,
     )
 
 
-def weigh_linears(chosen: Chosen, shapes: Mapping[str, Shape]) -> tuple[int, dict[str, int]]:
-    """Bytes of linears of these shapes, and their operations for one token by arithmetic."""
-    total, operations = 0, dict[str, int]()
-    for module, shape in shapes.items():
-        arithmetic = _arithmetic(chosen.formats[module])
-        operations[arithmetic] = operations.get(arithmetic, 0) + 2 * math.prod(shape)
-        total += chosen.nbytes(module, shape)
-    return total, operations
+@dataclass(frozen=True)
+class LinearWeights:
+    """The linears in the blocks of a decoder."""
+
+    always_read: int  # bytes that every step reads
+    routed: tuple[RoutedBytes, ...]
+    operations: dict[str, int]  # for one token, by arithmetic
+
+    @property
+    def bytes(self) -> int:
+        return self.always_read + sum(part.bytes for part in self.routed)
+
+
+def weigh_linears(chosen: Chosen, decoder: Decoder) -> LinearWeights:
+    """In the chosen formats. A token is multiplied by its own experts only."""
+    kinds: dict[tuple[Experts | None, Format | None, Shape], list[str]] = {}
+    for module, shape in decoder.linears.items():
+        kinds.setdefault((decoder.experts.get(module), chosen.formats[module], shape), []).append(module)
+    sizes, operations = Counter[Experts | None](), Counter[str]()
+    for (experts, fmt, shape), modules in kinds.items():
+        sizes[experts] += len(modules) * chosen.nbytes(modules[0], shape)
+        used, of = (1, 1) if experts is None else (experts.per_token, experts.count)
+        operations[_arithmetic(fmt)] += 2 * math.prod(shape) * len(modules) * used // of
+    routed = (RoutedBytes(size, each.count, each.per_token) for each, size in sizes.items() if each is not None)
+    return LinearWeights(sizes[None], tuple(routed), dict(operations))
 
 
 def _arithmetic(fmt: Format | None) -> str:

@@ -27,6 +27,7 @@ from quantkit.passes.calibrated import check_folds
 from quantkit.pipeline.target_bits import check_target
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.reference import load_tokenizer
+from quantkit.skeleton import check_blocks
 from quantkit.sources import model_folder
 
 _PACKAGES = ("quantkit", "torch", "transformers")
@@ -122,6 +123,7 @@ def prepare(
     family, method = family_of(source.config), recipe.method.build()
     plan = recipe.plan(family, source.config, source.dtype)
     shapes = _check_plan(source, family, recipe, method, plan)
+    check_blocks(source, family)
     _check_outside(source, family, device)
     data = calibration or Calibration.from_recipe(recipe.calibration)
     tokens = _tokens(source, data, recipe, method, plan)

@@ -38,8 +38,15 @@ class CardPlan:
         return bool(table_of(file_name(self.card.name)))
 
 
-def plan_card(card: Card, formats: Iterable[Format], kv_dtype: str = "auto") -> CardPlan:
-    """Refuses what a GPU cannot do, in a line that says what to do instead. `formats`: one for each quantized layer."""
+def plan_card(card: Card, formats: Iterable[Format], kv_dtype: str = "auto", *, has_experts: bool = False) -> CardPlan:
+    """Refuses what a GPU cannot do, in a line that says what to do instead.
+
+    `formats`: one for each quantized layer; `has_experts`: whether a layer of the model has some.
+    """
+    if has_experts:
+        raise InputError(
+            "the model has experts, which quantkit has no GPU kernels for yet; use --device cpu, or another engine"
+        )
     has = f"{card.name} has compute capability {card.capability[0]}.{card.capability[1]}"
     if not card.has_bfloat16:
         raise InputError(f"{has}, but quantkit's kernels need 8.0 (Ampere) or newer; use --device cpu, or a newer GPU")

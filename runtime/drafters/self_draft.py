@@ -5,7 +5,8 @@ Embedding, head and norms are the target's own; only the linear layers exist twi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -59,6 +60,11 @@ class _Rounded(Checkpoint):
         self.tensors = whole.tensors
         self._whole, self._round = whole, round_weight
         self.__dict__["formats"] = dict(formats)  # instead of those that the files are in
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        with self._whole.kept_open():
+            yield
 
     def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
         if module in self._whole.formats:

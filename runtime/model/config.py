@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.arch import Config, Family, family_of
 from quantkit.errors import InputError
 from quantkit.stages import Stage
 
-ROLES = ("qkv", "output", "gate_up", "down")  # of the stages of a layer that the decoder runs
+ROLES = ("qkv", "output", "gate_up", "down")  # of the stages of a dense layer
+ROUTED = ("gate_up", "down")  # of those, the ones that a layer with experts has once for every expert
+SHARED = ("shared_gate_up", "shared_down")  # that every token runs through beside its experts, where the family has it
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 
 
@@ -25,7 +28,7 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     windows: tuple[int | None, ...]  # of every layer: how many tokens it sees; None: all
-    stages: tuple[tuple[Stage, ...], ...]  # of every layer, in the order of `ROLES`
+    stages: tuple[tuple[Stage, ...], ...]  # of every layer, in the order of `ROLES`, then of `SHARED`
     activation: str
     norm_eps: float
     attention_scale: float
@@ -44,16 +47,40 @@ class ModelConfig:
         """Whether norms multiply by 1 + weight."""
         return self.family.norm_offset == 1.0
 
+    @property
+    def has_experts(self) -> bool:
+        return any(stage.experts for stages in self.stages for stage in stages)
+
+    @property
+    def token_channels(self) -> int:
+        """That one token has between gate_up and down of all MLPs that it runs through, in the layer with most."""
+        return max(sum(self._channels(stage) for stage in _entries(stages)) for stages in self.stages)
+
+    @property
+    def largest_width(self) -> int:
+        """Between gate_up and down of one MLP, of the widest of all."""
+        return max(self.width(stage) for stages in self.stages for stage in _entries(stages))
+
+    def _channels(self, stage: Stage) -> int:
+        return self.width(stage) * (1 if stage.experts is None else stage.experts.per_token)
+
+    def width(self, stage: Stage) -> int:
+        """Between gate_up and down of a stage's MLP."""
+        return stage.width or self.intermediate
+
     def outputs(self, stage: Stage) -> tuple[int, ...]:
-        """Of each linear of a stage; a fused one has those of all."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = {"qkv": (queries, keys, keys), "gate_up": (self.intermediate, self.intermediate)}
+        """Of each linear of a stage, those of all experts included; a fused one has those of all that it joins."""
+        queries, keys, width = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.width(stage)
+        sizes = {"qkv": (queries, keys, keys), "gate_up": (width, width), "shared_gate_up": (width, width)}
         outputs = sizes.get(stage.role, (self.hidden,))
-        return outputs if len(outputs) == len(stage.linears) else (sum(outputs),)
+        once = outputs if len(outputs) == len(stage.names) else (sum(outputs),)
+        return once if stage.experts is None else once * stage.experts.count
 
     def inputs(self, stage: Stage) -> int:
         """That the linears of a stage read."""
-        return {"output": self.heads * self.head_dim, "down": self.intermediate}.get(stage.role, self.hidden)
+        if stage.role == "output":
+            return self.heads * self.head_dim
+        return self.width(stage) if stage.role in ("down", "shared_down") else self.hidden
 
 
 def read_model_config(config: Config, generation: Config | None = None) -> ModelConfig:
@@ -86,14 +113,22 @@ def read_model_config(config: Config, generation: Config | None = None) -> Model
     )
 
 
+def _entries(stages: tuple[Stage, ...]) -> Iterator[Stage]:
+    """The first stage of every MLP of a layer."""
+    return (stage for stage in stages if stage.role in ("gate_up", "shared_gate_up"))
+
+
 def _stages(family: Family, layer: int, config: Config) -> tuple[Stage, ...]:
     """Refuses a layer that the decoder cannot run."""
     stages = family.stages(layer, config)
-    if tuple(stage.role for stage in stages) != ROLES or any(stage.experts for stage in stages):
+    roles = tuple(stage.role for stage in stages)
+    routed = tuple(stage.role for stage in stages if stage.experts)
+    if (roles, routed) not in ((ROLES, ()), (ROLES, ROUTED), (ROLES + SHARED, ROUTED)):
         found = ", ".join(f"{stage.role} (experts)" if stage.experts else stage.role for stage in stages)
         raise InputError(
             f"model_type '{family.model_type}' cannot be run: layer {layer} consists of {found}, and the runtime runs "
-            f"layers of {', '.join(ROLES)} only; use another engine"
+            f"layers of {', '.join(ROLES)} only, where the last two may be of experts with {' and '.join(SHARED)} "
+            "beside them; use another engine"
         )
     return stages
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.layers import Block, Linear, Weights
+from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Weights
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import RopeTable
@@ -71,7 +71,7 @@ class Decoder:
         for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
             x = self._attention(layer, block, x, batch, cache)
             x = self._add(x, block.after_attention, residual, block.before_mlp)
-            x = self._whole(block.down, ops.gated_activation(block.gate_up(x), config.activation))
+            x = block.mlp(x, self._dense_mlp)
             x = self._add(x, block.after_mlp, residual, next_norm)
         return x
 
@@ -137,6 +137,9 @@ class Decoder:
             scratch=self._scratch,
         )
         return self._whole(block.output, attended.flatten(1))
+
+    def _dense_mlp(self, mlp: DenseMlp, x: Tensor) -> Tensor:
+        return self._whole(mlp.down, self._ops.gated_activation(mlp.gate_up(x), self.config.activation))
 
     def _add(self, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor | None) -> Tensor:
         """residual += x (through its own norm where the family has one); then the norm that follows, where one does."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -54,6 +56,35 @@ def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> 
 
 
 @dataclass(frozen=True)
+class DenseMlp:
+    """gate and up as one layer, and down: all of an MLP, or one expert of it."""
+
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: Tensor, run: RunDense) -> Tensor:
+        return run(self, x)
+
+
+RunDense = Callable[[DenseMlp, Tensor], Tensor]  # the decoder's: it knows the activation and the other ranks
+
+
+class Mlp(Protocol):
+    """The MLP of a block: a `DenseMlp`, or one with experts (`experts.py`)."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]: ...
+
+    def __call__(self, x: Tensor, run: RunDense) -> Tensor:
+        """x [tokens, hidden] through it; `run` computes the dense ones that it consists of."""
+        ...
+
+
+@dataclass(frozen=True)
 class Block:
     """One decoder block. Norms by role, whatever the family calls them."""
 
@@ -64,13 +95,12 @@ class Block:
     output: Linear
     after_attention: Tensor | None  # before the residual sum, in families that have it
     before_mlp: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     after_mlp: Tensor | None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        return self.qkv, self.output, *self.mlp.linears
 
 
 @dataclass(frozen=True)

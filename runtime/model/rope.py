@@ -20,7 +20,7 @@ from quantkit.arch import Config
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.model.config import ModelConfig
 
-_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0  # where config.json is silent; the second for full layers among sliding
+_GLOBAL_THETA = 1_000_000.0  # of full layers among sliding ones, where config.json is silent
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -49,12 +49,12 @@ def rope_settings(raw: Config, config: ModelConfig, kind: str = _FULL) -> dict[s
     """`rope_type`, `rope_theta` and what the type needs, for layers of one kind."""
     given = dict(raw.get("rope_parameters") or {})
     scaling = dict(raw.get("rope_scaling") or {})
-    theta: float = raw.get("rope_theta", _THETA)
+    theta: float = raw.get("rope_theta", config.family.rope_theta)
     if config.family.rope == "per-layer-type":
         given = dict(given.get(kind) or {})
         theta = raw.get("rope_theta", _GLOBAL_THETA)
         if kind == _SLIDING:
-            theta, scaling = raw.get("rope_local_base_freq", _THETA), {}
+            theta, scaling = raw.get("rope_local_base_freq", config.family.rope_theta), {}
     settings: dict[str, Any] = {"rope_theta": theta, **(scaling or given)}
     settings.setdefault("rope_type", settings.get("type", "default"))
     settings.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))

@@ -15,7 +15,7 @@ from quantkit.runtime.model.layers import Weights
 def test_zeros_are_zeros(zeros: bool) -> None:
     made = _weights(None, zeros)
     for block in made.blocks:
-        for layer in (block.qkv, block.output, block.gate_up, block.down):
+        for layer in block.linears:
             for weight in layer.weights:
                 assert isinstance(weight, Tensor)
                 assert bool((weight == 0).all()) == zeros

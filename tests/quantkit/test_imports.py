@@ -42,13 +42,15 @@ ALLOWED: dict[str, set[str]] = {
     "provenance": {"bundled", "checkpoint", "sources"},
     "divergence": set(),
     "served": {"checkpoint"},
-    "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "stages"},
+    "expert_modules": {"arch", "stages"},
+    "skeleton": {"arch", "checkpoint", "expert_modules"},
+    "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "skeleton", "stages"},
     "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"},
-    "reference": {"errors", "formats", "checkpoint", "devices", "served", "sources"},
+    "reference": {"arch", "errors", "expert_modules", "formats", "checkpoint", "devices", "served", "sources"},
 }
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "passes", "reference"}
-ALLOWED["pipeline"] |= {"devices", "provenance", "stages", "storage", "checksums", "wording"}
+ALLOWED["pipeline"] |= {"devices", "provenance", "skeleton", "stages", "storage", "checksums", "wording"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}

@@ -156,6 +156,15 @@ def test_every_family_is_served_quantized(
     assert_served(tmp_path / "out", [token % 112 for token in prompt_of(60)])
 
 
+@pytest.mark.parametrize("recipe", ["nf4", "llm-int8", "fp8"])
+def test_experts_are_served_in_every_kind_of_format(
+    recipe: str, family_model: Callable[[str], Path], tmp_path: Path
+) -> None:  # fmt: skip
+    """Table, rounded inputs, floats; a dense layer, experts and a shared one."""
+    quantkit.quantize(family_model("qwen2_moe"), recipe, tmp_path / "out", quality_windows=0)
+    assert_served(tmp_path / "out", [token % 112 for token in prompt_of(60)])
+
+
 @golden
 def test_golden_logits(name: str) -> None:
     """What the tools that wrote these folders compute, in bfloat16 between any two operations. We compute in float32:

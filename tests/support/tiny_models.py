@@ -53,7 +53,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "phi3": {"sliding_window": 16, "partial_rotary_factor": 0.5},
+    "mixtral": {"sliding_window": 16, "num_local_experts": 4},
+    "qwen2_moe": _UPPER_WINDOW
+    | {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe": {
+        "sliding_window": 16,
+        "use_sliding_window": True,
+        "attention_bias": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
 }
+
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def build_model(family: str, dtype: str = "float32", **changes: Any) -> Any:

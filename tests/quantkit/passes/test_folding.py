@@ -23,7 +23,10 @@ FORMAT = CtPacked(bits=3, group_size=32, dtype="float32")
 BIASED = {"attention_bias": True, "mlp_bias": True}
 ONE_EACH = {"num_key_value_heads": 4}
 
-MODELS: dict[str, tuple[Family, dict[str, Any]]] = {name: (family, {}) for name, family in FAMILIES.items()}
+# Of those with experts, tests/quantkit/test_arch.py has the folds and tests/quantkit/mixed_layers the scaling.
+MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
+    name: (family, {}) for name, family in FAMILIES.items() if not any(stage.experts for stage in family.stages(0, {}))
+}
 MODELS |= {"llama biased": (LLAMA, BIASED), "qwen3 biased": (QWEN3, BIASED), "llama no gqa": (LLAMA, ONE_EACH)}
 
 every_model = pytest.mark.parametrize(("family", "changes"), MODELS.values(), ids=MODELS)
@@ -210,5 +213,8 @@ def test_only_the_last_outputs_are_divided() -> None:
 
 
 def test_every_family_folds_every_stage() -> None:
+    """But those that read the same norm as a router."""
     for family in FAMILIES.values():
-        assert all(stage.fold for stage in family.stages(0, {}))
+        stages = family.stages(0, {})
+        routed = any(stage.experts for stage in stages)
+        assert all(stage.fold or (routed and stage.role.endswith("gate_up")) for stage in stages)

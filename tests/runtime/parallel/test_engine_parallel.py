@@ -305,3 +305,19 @@ def test_the_bubble_is_reported(run_cli: Callable[..., tuple[int, str, str]]) ->
     assert re.search(
         r"batch 2: stages idle \d+% of the time \(\d+%, \d+%\); 2 stages and 2 micro-batches: .* = 33%", out
     )
+
+
+@RANKS
+def test_experts_in_two_processes(family_model: Callable[[str], Path], start: Callable[..., Engine]) -> None:
+    prompts = [Random(seed).choices(range(3, 112), k=20) for seed in range(4)]
+    engines = [start(family_model("qwen2_moe"), pipeline_parallel=stages) for stages in (1, 2)]
+    alone, staged = ([score_tokens(engine, torch.tensor(prompt)) for prompt in prompts] for engine in engines)
+    for found, wanted in zip(staged, alone, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    answers = []
+    for engine in engines:
+        requests = [engine.add(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True)) for prompt in prompts]
+        while engine.busy:
+            engine.step()
+        answers.append([request.sequences[0].answer for request in requests])
+    assert answers[0] == answers[1]

@@ -22,10 +22,12 @@ from torch import Tensor
 import quantkit
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
 from quantkit.formats import Gptq
 from quantkit.recipe import load_recipe
 from quantkit.runtime.model.batch import Batch
 from quantkit.runtime.model.ranks import Ranks
+from tiny_models import WITH_EXPERTS
 
 SCRIPT = Path(__file__).with_name("decoder_rank.py")
 ACT_ORDER = ("method.order=desc_act", "format.act_order=true")
@@ -128,11 +130,23 @@ def assert_as_alone(folder: Path, tensor: int, pipeline: int = 1, vocab: int = 1
     return groups, parts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_EXPERTS])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
 def test_every_family(family: str, tensor: int, pipeline: int, family_model: Callable[[str], Path]) -> None:
     """Fused layers, biases, norms, windows, soft caps, tied and own heads; 4 ranks have 2 KV heads."""
     assert_as_alone(family_model(family), tensor, pipeline)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_in_stages(family: str, family_model: Callable[[str], Path]) -> None:
+    assert_as_alone(family_model(family), 1, 2)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_are_not_divided(family: str, family_model: Callable[[str], Path]) -> None:
+    message = rf"tensor parallel is 2, but model_type '{family}' has experts, .* use --pipeline-parallel or one rank$"
+    with pytest.raises(InputError, match=message):
+        assert_as_alone(family_model(family), 2)
 
 
 QUICK_FAMILIES = {("phi3", "rtn-w4g32"), ("phi3", "rtn-w4g128-ct"), ("phi3", "fp8"), ("qwen2", "rtn-w4g32")}
@@ -207,7 +221,8 @@ def assert_cut_by_groups(folder: Path, vocab: int) -> None:
     groups, parts = assert_as_alone(folder, 2, vocab=vocab)
     layers = checkpoint.config["num_hidden_layers"]
     assert groups[0].calls == ["sum", *["gather", "gather", "sum"] * layers, "gather"] * rank_of.TOKENS
-    assert all(weight.order is None for part in parts for block in part.weights.blocks for weight in block.down.weights)
+    downs = [block.mlp.down for part in parts for block in part.weights.blocks]
+    assert all(weight.order is None for down in downs for weight in down.weights)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
@@ -274,7 +289,7 @@ def test_later_stages_hold_neither_embedding_nor_head(family_model: Callable[[st
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2_moe"])
 def test_stages_are_exact_in_16_bit(
     family: str, dtype: torch.dtype, family_model: Callable[[str], Path]
 ) -> None:  # fmt: skip

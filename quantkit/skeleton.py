@@ -1,0 +1,59 @@
+"""A model without weights, as transformers builds it from config.json: what a checkpoint is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.arch import Family
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
+from quantkit.expert_modules import separate_experts
+
+
+def build_skeleton(checkpoint: Checkpoint, family: Family, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """transformers' config and the model; inside its blocks everything has the names that files give it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    config = AutoConfig.for_model(**plain)
+    # Soft caps exist only in the implementation that computes attention in full.
+    config._attn_implementation = "eager" if family.attn_logit_softcapping else "sdpa"
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    blocks: Any = model.get_submodule(family.blocks)
+    separate_experts(blocks, family, checkpoint.config)
+    for block in blocks:
+        _take_names_of_files(block, family)
+    return config, model
+
+
+def check_blocks(checkpoint: Checkpoint, family: Family) -> None:
+    """Refuses a plain checkpoint whose blocks have other tensors than config.json asks for, or of other shapes."""
+    _, model = build_skeleton(checkpoint, family, torch.float32)
+    tensors = model.get_submodule(family.blocks).state_dict()
+    expected = {f"{family.blocks}.{name}": list(tensor.shape) for name, tensor in tensors.items()}
+    for name, wanted in expected.items():
+        if name not in checkpoint.tensors:
+            raise InputError(f"{checkpoint.folder} has no tensor {name}; the checkpoint is incomplete")
+        if (found := list(checkpoint.tensors[name].info.shape)) != wanted:
+            raise InputError(
+                f"tensor {name} in {checkpoint.folder} has shape {found}, but config.json asks for {wanted}"
+            )
+    for name in checkpoint.tensors:
+        if name.startswith(f"{family.blocks}.") and name not in expected and not is_computed(name):
+            raise InputError(f"{checkpoint.folder} has a tensor {name}, which config.json knows nothing of")
+
+
+def is_computed(name: str) -> bool:
+    """Whether a tensor follows from config.json; older files hold it all the same."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _take_names_of_files(block: nn.Module, family: Family) -> None:
+    """Its own forward would not find its parts any more, but is never called."""
+    for stored, module in family.renamed:
+        block.add_module(stored, block.get_submodule(module))
+        delattr(block, module)

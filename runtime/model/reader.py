@@ -1,0 +1,168 @@
+"""One linear layer from a checkpoint into final device memory; a quantized one is tried before it is trusted.
+
+Plain layers that read the same input (queries, keys, values) are allocated as one matrix and filled from the files. A
+quantized layer is read, laid out for its kernel and tried on a random vector against the meaning of its format: a
+checkpoint or kernel that would serve garbage is refused by the layer's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint import Checkpoint, require_finite
+from quantkit.errors import QuantkitError, StorageError
+from quantkit.formats import Format, Index, QuantizedWeight, Shape
+from quantkit.kernels.linear.fuse import join
+from quantkit.kernels.linear.op import LinearWeight, linear, prepare
+from quantkit.kernels.reference import linear as reference
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.layers import Linear
+from quantkit.runtime.model.shards import GroupShare, Share, length, pieces
+
+# Largest relative difference between kernel and reference. Both round in the dtype of the activations.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Tensors of one checkpoint on their way to a device."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    tried_rows: int | None = None  # of each quantized layer; None: all
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        place = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.fill(place, name, shape)
+        return place
+
+    def fill(
+        self,
+        place: Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        outputs: Index | None = None,
+        inputs: Index | None = None,
+    ) -> None:
+        """Reads a tensor of this shape, or a part of it, straight into its place. Files are mapped: parts are all that
+        is read."""
+        stored = self.checkpoint.tensor(name)
+        if stored.shape != shape:
+            raise StorageError(
+                f"tensor {name} in {self.checkpoint.folder} has shape {list(stored.shape)}, "
+                f"but config.json asks for {list(shape)}"
+            )
+        if stored.dtype not in _TOLERANCE:
+            raise StorageError(
+                f"tensor {name} in {self.checkpoint.folder} holds {str(stored.dtype)[6:]} codes without their scales; "
+                "the checkpoint is incomplete, quantize or download it again"
+            )
+        part = stored if outputs is None else stored[outputs]
+        place.copy_(part if inputs is None else part[:, inputs])
+        require_finite(name, place)
+
+    def linear(
+        self,
+        names: Sequence[str],
+        outputs: Sequence[int],
+        inputs: int,
+        share: GroupShare | None = None,
+        *,
+        biased: bool = False,
+    ) -> Linear:
+        """Layers that read one input, by full module names and whole sizes; a share of them where one is given."""
+        if share is None:
+            shares = [Share((slice(0, size),), slice(0, inputs)) for size in outputs]
+        else:
+            shares = list(share.modules)
+        modules = list(zip(names, outputs, shares, strict=True))
+        if not any(name in self.checkpoint.formats for name in names):
+            weights: tuple[Tensor | LinearWeight, ...] = (self._plain(modules, inputs),)
+        else:
+            loaded = [weight for module in modules for weight in self._weights(*module, inputs, whole=share is None)]
+            joined = None if any(isinstance(weight, Tensor) for weight in loaded) else join(loaded)  # type: ignore[arg-type]
+            weights = tuple(loaded) if joined is None else (joined,)
+        bias = self._bias(modules) if biased and (share is None or share.adds_bias) else None
+        return Linear(weights, bias, gathered=share is not None and share.gathered)
+
+    def _plain(self, modules: Sequence[tuple[str, int, Share]], inputs: int) -> Tensor:
+        sections = [
+            (name, outputs, section, share.inputs) for name, outputs, share in modules for section in share.outputs
+        ]
+        sizes = [length(section) for _, _, section, _ in sections]
+        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=self.dtype, device=self.device)
+        for (name, outputs, section, columns), part in zip(sections, whole.split(sizes), strict=True):
+            self.fill(part, f"{name}.weight", (outputs, inputs), section, columns)
+        return whole
+
+    def _weights(
+        self, name: str, outputs: int, share: Share, inputs: int, *, whole: bool
+    ) -> Iterator[Tensor | LinearWeight]:
+        """A module's weight, or the pieces of a rank's share of it."""
+        if name not in self.checkpoint.formats:
+            yield self._plain([(name, outputs, share)], inputs)
+            return
+        fmt = self.checkpoint.formats[name]
+        if whole:
+            quantized = self.checkpoint.quantized(name, self.device)
+            self._check_shape(name, quantized.shape, (outputs, inputs))
+            yield self.prepared(name, fmt, quantized)
+            return
+        self._check_shape(name, self.checkpoint.layer_shape(name), (outputs, inputs))
+        for section in share.outputs:
+            for piece in pieces(section, fmt.output_unit):
+                part = self.checkpoint.quantized_part(name, piece, share.inputs, self.device)
+                yield self.prepared(name, fmt, part)
+
+    def _check_shape(self, name: str, found: Shape, wanted: Shape) -> None:
+        if found != wanted:
+            raise StorageError(
+                f"{name} in {self.checkpoint.folder} is a layer of {list(found)}, "
+                f"but config.json asks for {list(wanted)}"
+            )
+
+    def prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
+        with self.checkpoint.naming(name):
+            weight = prepare(fmt, quantized, self.dtype)
+            try_layer(name, fmt, quantized, weight, self.dtype, self.device, self.tried_rows)
+        return weight
+
+    def _bias(self, modules: Sequence[tuple[str, int, Share]]) -> Tensor:
+        whole = [(self.tensor(f"{name}.bias", (size,)), share) for name, size, share in modules]
+        return torch.cat([bias[section] for bias, share in whole for section in share.outputs])
+
+
+def try_layer(
+    name: str,
+    fmt: Format,
+    quantized: QuantizedWeight,
+    weight: LinearWeight,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int | None = None,
+) -> None:
+    """Refuses a layer whose kernel does not compute what its format means, or that gives NaN.
+
+    With `rows` only the first outputs are compared: decoding all of them takes longer than the kernel.
+    """
+    outputs, inputs = quantized.shape
+    compared = outputs if rows is None else min(rows, outputs)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
+    found = linear(x, weight).float()
+    decoded = quantized if compared == outputs else quantized.cut(slice(0, compared), slice(0, inputs))
+    wanted = reference.linear(x.float(), fmt, decoded)
+    error = float((found[:, :compared] - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    if error < _TOLERANCE[dtype] and bool(torch.isfinite(found).all()):
+        return
+    if compared < outputs:  # what is wrong, all rows say
+        try_layer(name, fmt, quantized, weight, dtype, device)
+    broken = not bool(torch.isfinite(wanted).all())
+    reason = "its weights decode to NaN or Inf" if broken else f"its kernel is off by {error:.1e} (relative)"
+    raise QuantkitError(f"layer {name} would give garbage: {reason}; quantize or download the checkpoint again")

@@ -1,0 +1,178 @@
+"""quantkit plan for models with experts: published counts, bytes of real checkpoints, and what a step reads of them."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.checkpoint import Checkpoint
+from quantkit.eval.plan.explain import explain
+from quantkit.eval.plan.gpus import GPUS
+from quantkit.eval.plan.links import LINKS
+from quantkit.eval.plan.memory import LIBRARIES, SEQUENCES, STEP_TOKENS, reserve_of
+from quantkit.eval.plan.model import Decoder, PlannedModel, read_model
+from quantkit.eval.plan.parallel import spread, step_seconds
+from quantkit.eval.plan.plan import plan_serving
+from quantkit.eval.plan.question import Question
+from quantkit.eval.plan.roofline import Ceiling
+from quantkit.eval.plan.weights import choose, quantized, unquantized
+from quantkit.recipe import load_recipe
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device import memory as runtime_memory
+from quantkit.runtime.model.ranks import Ranks
+from tiny_models import WITH_EXPERTS
+
+H200 = GPUS["h200"]
+QWEN3 = {  # Qwen3-30B-A3B
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 40960,
+}
+QWEN2 = {  # Qwen1.5-MoE-A2.7B
+    "model_type": "qwen2_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 8192,
+}
+MIXTRAL = {  # Mixtral-8x7B
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+}
+EXPERT = 3 * 768 * 2048  # weights of one of Qwen3's
+ATTENTION = 2 * 4096 * 2048 + 2 * 512 * 2048
+HEAD = 151936 * 2048
+OTHER = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048  # norms and routers
+
+
+def model_of(config: dict[str, Any]) -> PlannedModel:
+    return read_model("model", config)
+
+
+def decoder_of(config: dict[str, Any]) -> Decoder:
+    found = model_of(config).decoder
+    assert found is not None
+    return found
+
+
+@cache
+def ceiling_of(recipe: str | None = None) -> Ceiling:
+    model, decoder = model_of(QWEN3), decoder_of(QWEN3)
+    weights = unquantized(decoder) if recipe is None else quantized(model, load_recipe(recipe))
+    return Ceiling(model.cache, decoder.attention_width, weights, H200)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"), [(QWEN3, 30_532_122_624), (QWEN2, 14_315_784_192), (MIXTRAL, 46_702_792_704)]
+)
+def test_parameters_are_those_of_the_published_models(config: dict[str, Any], parameters: int) -> None:
+    assert decoder_of(config).parameters == parameters
+
+
+def test_a_token_reads_its_own_experts() -> None:
+    """3.3 of 30.5 billion parameters, without the embedding."""
+    weights = unquantized(decoder_of(QWEN3))
+    assert weights.bytes == 2 * (48 * (ATTENTION + 128 * EXPERT) + 2 * HEAD + OTHER)
+    assert weights.read_for(1) == 2 * (48 * (ATTENTION + 8 * EXPERT) + HEAD + OTHER)
+    assert weights.operations == {"bf16": 2 * (48 * (ATTENTION + 8 * EXPERT) + HEAD)}
+    distinct = 128 * (1 - (1 - 8 / 128) ** 16)
+    assert weights.read_for(16) == round(2 * (48 * (ATTENTION + distinct * EXPERT) + HEAD + OTHER))
+    assert weights.read_for(100_000) == weights.bytes - 2 * HEAD
+
+
+def test_shared_experts_and_dense_layers_are_read_by_all() -> None:
+    weights = unquantized(decoder_of(QWEN2 | {"mlp_only_layers": [0, 5]}))
+    (routed,) = weights.routed
+    assert (routed.bytes, routed.count, routed.per_token) == (2 * 22 * 60 * 3 * 1408 * 2048, 60, 4)
+    assert weights.read_for(0) == weights.read > 2 * (24 * 3 * 5632 * 2048 + HEAD)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"), [*zip(WITH_EXPERTS, ("llm-int8", "rtn-w4g32", "rtn-w4g32"), strict=True)]
+)  # fmt: skip
+def test_bytes_are_those_of_a_real_checkpoint(
+    family: str, recipe: str, family_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantkit.quantize(family_model(family), recipe, tmp_path / "out", quality_windows=0)
+    checkpoint = Checkpoint(tmp_path / "out")
+    written = sum(stored.nbytes for stored in checkpoint.tensors.values())
+    kept = sum(checkpoint.tensors[name].nbytes for name in checkpoint.plain_names())  # in float32 here
+    config = Checkpoint(family_model(family)).config
+    assert quantized(read_model(family, config), load_recipe(recipe)).bytes == written - kept // 2
+
+
+def test_decode_by_hand() -> None:
+    step = ceiling_of().decode(16, 1024)
+    cache = 16 * 1024 * 48 * 2 * 4 * 128 * 2
+    assert step.bytes == ceiling_of().weights.read_for(16) + cache
+    prefill = ceiling_of().prefill_seconds(1)
+    assert prefill == pytest.approx(ceiling_of().weights.read_for(1) / 4.8e12)
+
+
+@pytest.mark.parametrize("recipe", [None, "nf4"])
+def test_where_computing_begins_to_bound(recipe: str | None) -> None:
+    """The more requests, the more experts are read: the limit is where both lines meet."""
+    ceiling = ceiling_of(recipe)
+    limit = ceiling.bandwidth_bound_up_to(16)
+    assert 100 < limit < math.inf
+    assert ceiling.decode(math.floor(limit), 16).bound == "memory"
+    assert ceiling.decode(math.ceil(limit) + 1, 16).bound == "compute"
+
+
+def test_the_reserve_is_the_engines_own() -> None:
+    decoder = decoder_of(QWEN3)
+    sizes = {"max_sequences": SEQUENCES, "step_tokens": STEP_TOKENS, "kv_tokens": 64, "max_context": 32}
+    options = EngineOptions(device="cpu", **sizes)
+    planned = runtime_memory.plan_memory(decoder.config, 0, torch.bfloat16, options, available=1 << 40)
+    reserve = reserve_of(decoder)
+    assert reserve.total - reserve.graphs == planned.activations + LIBRARIES
+    assert reserve.graphs == runtime_memory._graph_bytes(decoder.config, torch.bfloat16, options)
+
+
+def test_stages_hold_their_own_experts() -> None:
+    model, decoder, question = model_of(QWEN3), decoder_of(QWEN3), Question(context=1024)
+    chosen = choose(model, load_recipe("nf4"))
+    one, two = (spread(decoder, chosen, Ranks(1, stages), H200, question) for stages in (1, 2))
+    parts = [stage.shard.weights for stage in two.stages]
+    assert sum(part.bytes for part in parts) == one.stages[0].shard.weights.bytes
+    assert sum(part.read_for(9) for part in parts) == pytest.approx(one.stages[0].shard.weights.read_for(9), rel=1e-6)
+    link = next(iter(LINKS.values()))
+    assert step_seconds(one.times(link, 1024), 9) == pytest.approx(one.stages[0].ceiling.decode(9, 1024).seconds)
+
+
+def test_a_plan_says_what_it_assumes() -> None:
+    plan = plan_serving(model_of(QWEN3), [load_recipe("gptq-w4g128")], H200, Question(context=1024, batches=(1, 8)))
+    assert any("runs experts on a CPU only so far" in line for line in plan.warnings)
+    lines = dict(explain(plan))
+    assert "(1 - (1 - 8 / 128)^8)" in lines["experts that are read"]
+    assert "norms, biases, routers" in lines
+    assert [found.weights.name for found in plan.formats] == ["bf16", "gptq-w4g128"]

@@ -1,0 +1,80 @@
+"""What a layer with experts means, against the same sum written out over all experts, and transformers' own blocks."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.kernels.reference.experts import add_shared_expert, choose_experts, sum_of_experts
+from tiny_models import SETTINGS, WITH_EXPERTS, build_model
+
+TOKENS, HIDDEN, EXPERTS, CHOSEN = 9, 16, 5, 2
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def multiply(seen: list[int], weights: Tensor, number: int, x: Tensor) -> Tensor:
+    seen.append(number)
+    return x @ weights[number]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("favourite", [None, 3])
+def test_the_sum_over_the_chosen(normalized: bool, favourite: int | None) -> None:
+    """Every token may choose one expert, and then some are chosen by none: these are not computed."""
+    x, logits, weights, seen = random(TOKENS, HIDDEN), random(TOKENS, EXPERTS, seed=1), random(5, 16, 16, seed=2), []
+    logits[:, 0] = -50.0
+    if favourite is not None:
+        logits[:, favourite] = 50.0
+    chosen, share = choose_experts(logits, CHOSEN, normalized=normalized)
+    found = sum_of_experts(x, chosen, share, [partial(multiply, seen, weights, number) for number in range(EXPERTS)])
+
+    every = logits.softmax(-1)
+    kept = every >= every.topk(CHOSEN).values[:, -1:]
+    wanted_share = every * kept / ((every * kept).sum(-1, keepdim=True) if normalized else 1)
+    torch.testing.assert_close(found, torch.einsum("te,th,eho->to", wanted_share, x, weights))
+    assert seen == [number for number in range(EXPERTS) if kept[:, number].any()]
+    assert 0 not in seen
+    assert favourite is None or bool(kept[:, favourite].all())
+
+
+def test_a_token_does_not_see_the_others() -> None:
+    x, weights = random(TOKENS, HIDDEN), random(EXPERTS, HIDDEN, HIDDEN, seed=2)
+    experts = [partial(multiply, [], weights, number) for number in range(EXPERTS)]
+    chosen, share = choose_experts(random(TOKENS, EXPERTS, seed=1), CHOSEN, normalized=True)
+    together = sum_of_experts(x, chosen, share, experts)
+    alone = [sum_of_experts(*(part[row : row + 1] for part in (x, chosen, share)), experts) for row in range(TOKENS)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
+
+
+def test_weights_come_in_the_dtype_of_the_model() -> None:
+    logits = random(TOKENS, EXPERTS).bfloat16()
+    chosen, share = choose_experts(logits, CHOSEN, normalized=True)
+    wanted = logits.float().softmax(-1).topk(CHOSEN)
+    assert share.dtype == torch.bfloat16
+    assert torch.equal(chosen, wanted.indices)
+    torch.testing.assert_close(share.float(), wanted.values / wanted.values.sum(-1, keepdim=True), rtol=4e-3, atol=0)
+    x = random(TOKENS, HIDDEN).bfloat16()
+    assert sum_of_experts(x, chosen, share, [lambda x: x] * EXPERTS).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_routers_of_transformers_choose_the_same(family: str, normalized: bool) -> None:
+    """Mixtral always normalizes. The gate of a shared expert is compared too, where there is one."""
+    model = build_model(family, **SETTINGS[family] | {"norm_topk_prob": normalized})
+    block = model.model.layers[1].mlp
+    x = random(TOKENS, 64)
+    logits, share, chosen = block.gate(x)
+    found = choose_experts(logits, chosen.shape[1], normalized=normalized or family == "mixtral")
+    assert torch.equal(found[0], chosen)
+    torch.testing.assert_close(found[1], share)
+    if hasattr(block, "shared_expert"):
+        routed = block.experts(x, chosen, share)
+        whole = add_shared_expert(routed, block.shared_expert(x), block.shared_expert_gate(x))
+        torch.testing.assert_close(whole, block(x[None])[0])
+    assert torch.equal(add_shared_expert(x, x, None), x + x)

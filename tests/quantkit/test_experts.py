@@ -1,0 +1,145 @@
+"""Models with experts: transformers keeps them in two tensors, files one by one; quantkit takes them as linears."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import quantkit
+from quantkit.arch import FAMILIES
+from quantkit.calibration import Calibration
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError, QuantkitError
+from quantkit.expert_modules import SeparateExperts
+from quantkit.inspection import inspect_checkpoint
+from quantkit.recipe import load_recipe
+from quantkit.reference import load_reference, load_tokenizer
+from quantkit.sources import model_folder
+from tiny_models import SETTINGS, WITH_EXPERTS, save_model
+
+FEW = Calibration(samples=8, seq_len=32)
+EIGHT = ("format.name=ct-packed", "format.bits=8")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """`models(family)`: a folder with a tokenizer, and the model that transformers saved there."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(family: str) -> tuple[Path, Any]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("experts") / family
+            made[family] = folder, save_model(family, folder, **SETTINGS[family], vocab_size=4096)
+            load_tokenizer(model_folder("demo-draft")).save_pretrained(folder)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(3, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    found: Tensor = model(tokens, use_cache=False).logits
+    return found
+
+
+def off_by(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_the_reference_computes_what_transformers_does(family: str, models: Any, tokens: Tensor) -> None:
+    folder, model = models(family)
+    found = load_reference(folder, "float32")
+    assert any(isinstance(module, SeparateExperts) for module in found.modules())
+    assert off_by(logits(found, tokens), logits(model, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "most"),
+    [
+        ("mixtral", ("gptq-w4g32", *EIGHT), 0.2),
+        ("qwen2_moe", ("awq-w4g32", *EIGHT), 0.1),
+        ("qwen3_moe", ("rtn-w4g32", *EIGHT), 0.1),
+        ("qwen2_moe", ("smoothquant-w8a8",), 0.2),
+        ("mixtral", ("fp8",), 0.5),
+        ("qwen3_moe", ("llm-int8",), 0.2),
+        ("qwen2_moe", ("nf4",), 0.6),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, tuple) else None,
+)
+def test_every_expert_is_quantized_and_read_back(
+    family: str, recipe: tuple[str, ...], most: float, models: Any, tokens: Tensor, tmp_path: Path
+) -> None:
+    folder, model = models(family)
+    quantkit.quantize(folder, load_recipe(recipe[0], recipe[1:]), tmp_path / "out", calibration=FEW, quality_windows=0)
+    written = Checkpoint(tmp_path / "out")
+    linears = FAMILIES[family].linears(written.config)
+    assert set(written.formats) == set(linears)
+    kept = [name for name in written.plain_names() if ".layers." in name and "norm" not in name and "bias" not in name]
+    assert all(name.endswith(("gate.weight", "expert_gate.weight")) for name in kept), kept
+    assert inspect_checkpoint(tmp_path / "out").quantized_weights == sum(
+        module.weight.numel()
+        for name, module in load_reference(tmp_path / "out").named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith(("lm_head", "expert_gate"))
+    )
+    found = load_reference(tmp_path / "out", "float32", activations="served")
+    assert off_by(logits(found, tokens), logits(model, tokens)) < most
+
+
+def change(folder: Path, tensors: Callable[[dict[str, Tensor]], object], **config: object) -> None:
+    weights = load_file(folder / "model.safetensors")
+    tensors(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
+WRONG: dict[str, tuple[Any, dict[str, object], str]] = {
+    "missing": (lambda found: found.pop(EXPERT), {}, rf"{EXPERT}"),
+    "no router": (lambda found: found.pop(ROUTER), {}, rf"{ROUTER}"),
+    "shape": (lambda found: found.update({EXPERT: found[EXPERT][:, :32].clone()}), {}, rf"{EXPERT} .*shape"),
+    "wide router": (lambda found: found.update({ROUTER: torch.zeros(6, 64)}), {}, rf"{ROUTER} .*shape .*6"),
+    "one more": (lambda found: found.update({EXPERT.replace("3", "4"): found[EXPERT].clone()}), {}, "knows nothing of"),
+    "too many": (lambda found: None, {"num_experts_per_tok": 5}, "'num_experts_per_tok' is 5, but there are 4"),
+    "none": (lambda found: None, {"num_local_experts": 0}, "'num_local_experts' is 0, but must be a positive"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_checkpoints_are_refused_before_anything_is_written(case: str, models: Any, tmp_path: Path) -> None:
+    tensors, config, words = WRONG[case]
+    broken = tmp_path / "broken"
+    shutil.copytree(models("mixtral")[0], broken)
+    change(broken, tensors, **config)
+    for recipe in ("rtn-w4g32", "gptq-w4g32"):
+        with pytest.raises(InputError, match=words) as seen:
+            quantkit.quantize(broken, recipe, tmp_path / "out", calibration=FEW, quality_windows=0)
+        assert "\n" not in str(seen.value)
+    if case != "one more":
+        with pytest.raises(QuantkitError, match=words) as seen:
+            load_reference(broken)
+        assert "\n" not in str(seen.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_follow_from_the_config_are_no_fault(tmp_path: Path) -> None:
+    """Llama's first files hold the frequencies of rope."""
+    save_model("llama", tmp_path / "old")
+    change(
+        tmp_path / "old", lambda found: found.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
+    quantkit.quantize(tmp_path / "old", "rtn-w4g32", tmp_path / "out", quality_windows=0)
+    assert len(Checkpoint(tmp_path / "out").formats) == 14
