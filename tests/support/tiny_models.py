@@ -74,12 +74,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+FEW_EXPERTS = {name: FEW | {"num_local_experts" if name == "mixtral" else "num_experts": 4} for name in WITH_EXPERTS}
 
 
 def build_model(family: str, dtype: str = "float32", **changes: Any) -> Any:
     """A random model with eager attention: some versions of transformers leave out soft caps in their faster kinds."""
     known = FAMILIES[family]
-    config = transformers.AutoConfig.for_model(known.model_type, attn_implementation="eager", **SIZES | changes)
+    sizes = SIZES | FEW_EXPERTS.get(family, {}) | changes
+    config = transformers.AutoConfig.for_model(known.model_type, attn_implementation="eager", **sizes)
     torch.manual_seed(0)
     model = getattr(transformers, known.architecture)(config).eval()
     for name, parameter in model.named_parameters():
