@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -84,5 +85,14 @@ def _finish(bench: Bench, job: Job, texts: tuple[str, ...], output: Path, again:
     return True
 
 
+def main() -> None:
+    """What is wrong is said in one line."""
+    try:
+        command()
+    except QuantkitError as error:
+        click.echo(f"peers: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
 if __name__ == "__main__":
-    command()
+    main()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from quantkit.errors import InputError, QuantkitError, StorageError
 from quantkit.eval.peers import run as running
-from quantkit.eval.peers.__main__ import command
+from quantkit.eval.peers.__main__ import command, main
 from quantkit.eval.peers.bases import Base, find_base
 from quantkit.eval.peers.jobs import JOBS, TOOLS, Job, chosen
 from quantkit.eval.peers.rows import Row, keep, newest, read
@@ -136,6 +136,19 @@ def test_packages_of_a_tool(given: str) -> None:
     done = CliRunner().invoke(command, ["--packages", given])
     assert done.exit_code == 2
     assert f"'{given}' is no TOOL=FOLDER; tools: quantkit, llm-compressor" in done.output
+
+
+def test_what_is_wrong_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("peers", "--model", "smollm2", "--wikitext", tmp_path / "none", "--work", tmp_path / "work")
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as seen:
+        main()
+    assert seen.value.code == StorageError.exit_code
+    error = capsys.readouterr().err
+    assert error.startswith("peers: ")
+    assert error.count("\n") == 1
 
 
 def test_wikitext_is_found_by_its_names(tmp_path: Path) -> None:
