@@ -1,4 +1,4 @@
-"""The decoder: one function for every family in `quantkit/arch.py`, over a batch of any mixture of sequences.
+"""The decoder: one function for every family in `quantkit/arch/`, over a batch of any mixture of sequences.
 
 The residual sum and the norm behind it are one kernel, so a block hands over the output of its MLP, and the next block
 (or the final norm) adds it. Between pipeline stages the sum alone travels, and the next stage begins with the norm.

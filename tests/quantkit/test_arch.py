@@ -1,4 +1,4 @@
-"""Every fact in quantkit/arch.py against small random models that transformers builds."""
+"""Every fact in quantkit/arch/ against small random models that transformers builds."""
 
 from __future__ import annotations
 

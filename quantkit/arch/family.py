@@ -1,0 +1,117 @@
+"""What a family of models says of itself. A field that mirrors a key of config.json holds what transformers takes where
+the file is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.arch.sizes import MOST_LAYERS, Config, size
+from quantkit.stages import Fold, Group, Stage, dense_stages
+
+DENSE = dense_stages()
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. The defaults are Llama's; module names are relative to one block unless said otherwise."""
+
+    model_type: str  # in config.json
+    architecture: str  # class name in transformers
+    blocks: str = "model.layers"
+    # The stages of a layer in forward order, or a function of layer number and config.json where layers differ. Every
+    # linear and every residual part must be there.
+    layout: tuple[Stage, ...] | Callable[[int, Config], tuple[Stage, ...]] = DENSE
+    norm_offset: float = 0.0  # added to the stored norm weight; where it is 1, the norm multiplies in float32
+    qk_norm: bool = False  # RMS norms `self_attn.q_norm` and `k_norm` over each head, before rope
+    # config: `attention_bias`, which covers o_proj as well. unless: `qkv_bias`, true where config.json is silent.
+    qkv_bias: Literal["never", "always", "config", "unless"] = "never"
+    mlp_bias: Literal["never", "config"] = "never"  # config: `mlp_bias`
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+    # one: all layers alike. partial: only the first `partial_rotary_factor` of each head is rotated. per-layer-type:
+    # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
+    rope: Literal["one", "partial", "per-layer-type"] = "one"
+    rope_theta: float = 10_000.0
+    longrope_aliases: tuple[str, ...] = ()  # rope types that mean `longrope` in older files of this family
+    # switched: all layers, only under `use_sliding_window`. upper: the same from layer `max_window_layers` on. lower:
+    # the same for every second layer below. alternating: all layers but every `full_every`-th. In the last three,
+    # `layer_types` in config.json wins.
+    sliding: Literal["none", "all", "switched", "upper", "lower", "alternating"] = "none"
+    full_every: int = 0
+    sliding_window: int | None = None
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    query_pre_attn_scalar: int | None = None  # attention scores are scaled by its -0.5th power; None: by head_dim's
+    attn_logit_softcapping: float | None = None  # None: never applied, whatever config.json says
+    final_logit_softcapping: float | None = None
+    # Parts of a layer that files call otherwise than transformers: name in the files -> name of the module.
+    renamed: tuple[tuple[str, str], ...] = ()
+    scaled_embedding: bool = False  # embeddings times sqrt(hidden_size), the factor rounded to the weights' dtype
+    tie_word_embeddings: bool = False
+
+    def stages(self, layer: int, config: Config) -> tuple[Stage, ...]:
+        """What one layer consists of, in forward order; names are those inside the layer."""
+        return self.layout(layer, config) if callable(self.layout) else self.layout
+
+    def modules(self, layer: int, stage: Stage) -> Group:
+        """The linears of a stage by full module names."""
+        return tuple(f"{self.blocks}.{layer}.{name}" for name in stage.linears)
+
+    def linears_by_stage(self, config: Config) -> list[list[Group]]:
+        """The linears of every stage of every layer by full module names, in forward order."""
+        layers = range(size(config, "num_hidden_layers", MOST_LAYERS))
+        return [[self.modules(layer, stage) for stage in self.stages(layer, config)] for layer in layers]
+
+    def linear_groups(self, config: Config) -> list[Group]:
+        """The same without the division into layers."""
+        return [linears for stages in self.linears_by_stage(config) for linears in stages]
+
+    def linears(self, config: Config) -> list[str]:
+        """Every linear layer inside the blocks, in forward order. `lm_head` is not among them."""
+        return [name for linears in self.linear_groups(config) for name in linears]
+
+    def biased(self, layer: int, config: Config) -> Group:
+        """The linears of a layer that have a bias."""
+        roles: tuple[str, ...] = ()
+        if self.qkv_bias == "always" or (self.qkv_bias == "unless" and config.get("qkv_bias", True)):
+            roles = ("qkv",)
+        elif self.qkv_bias == "config" and config.get("attention_bias"):
+            roles = ("qkv", "output")
+        if self.mlp_bias == "config" and config.get("mlp_bias"):
+            roles += ("gate_up", "down")
+        return tuple(name for stage in self.stages(layer, config) if stage.role in roles for name in stage.linears)
+
+    def tied(self, config: Config) -> bool:
+        """Whether lm_head is the embedding matrix. Gemma's config.json is silent and means yes."""
+        return bool(config.get("tie_word_embeddings", self.tie_word_embeddings))
+
+    def size_of_head(self, config: Config) -> int:
+        given: int | None = config.get("head_dim") or self.head_dim
+        return given or size(config, "hidden_size") // size(config, "num_attention_heads")
+
+    def window(self, config: Config, layer: int) -> int | None:
+        """How many tokens a layer sees, the current one included; None: all of them."""
+        width: int | None = config.get("sliding_window", self.sliding_window)
+        switched = self.sliding in ("switched", "upper", "lower")
+        if self.sliding == "none" or (switched and not config.get("use_sliding_window")):
+            return None
+        if self.sliding in ("all", "switched"):
+            return width
+        if config.get("layer_types"):
+            slides = config["layer_types"][layer] == "sliding_attention"
+        elif self.sliding == "upper":
+            slides = layer >= config.get("max_window_layers", 28)
+        elif self.sliding == "lower":
+            slides = layer < config.get("max_window_layers", 28) and layer % 2 == 0
+        else:
+            slides = (layer + 1) % config.get("sliding_window_pattern", self.full_every) != 0
+        return width if slides else None
+
+    def folded_outputs(self, fold: Fold, columns: int, config: Config) -> int:
+        """How many of the producer's last outputs feed a stage that reads this many columns."""
+        if fold.kind == "value":
+            return (config.get("num_key_value_heads") or size(config, "num_attention_heads")) * self.size_of_head(
+                config
+            )
+        return columns

@@ -1,0 +1,82 @@
+"""Families whose MLPs are experts, of which a router chooses some for every token."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quantkit.arch.family import DENSE, Family
+from quantkit.arch.sizes import Config, size
+from quantkit.errors import InputError
+from quantkit.stages import Experts, Part, Routing, Stage, mlp_stages
+
+MOST_EXPERTS = 10_000
+_EXPERT_KEYS = ("num_experts", "num_local_experts")
+
+
+def _mixtral(_: int, config: Config) -> tuple[Stage, ...]:
+    count = _experts(config, default=8)
+    experts = Experts(count, _chosen(config, count, default=2), "block_sparse_moe.gate")
+    part = Part("mlp", "block_sparse_moe", "post_attention_layernorm")
+    return DENSE[:2] + mlp_stages("block_sparse_moe.experts.{}", "", part, ("w1", "w3", "w2"), experts)
+
+
+def _qwen_moe(layer: int, config: Config, *, count: int, chosen: int, width: int) -> tuple[Stage, ...]:
+    """Experts in every layer but those that `mlp_only_layers` and `decoder_sparse_step` leave out."""
+    step = config.get("decoder_sparse_step", 1)
+    if (
+        0 in (config.get(key) for key in _EXPERT_KEYS)
+        or layer in (config.get("mlp_only_layers") or ())
+        or (layer + 1) % step
+    ):
+        return DENSE
+    count = _experts(config, default=count)
+    routing = Routing(normalized=bool(config.get("norm_topk_prob", False)))
+    experts = Experts(count, _chosen(config, count, default=chosen), "mlp.gate", routing)
+    width = size(config, "moe_intermediate_size", default=width)
+    return DENSE[:2] + mlp_stages("mlp.experts.{}", experts=experts, width=width)
+
+
+def _qwen2_moe(layer: int, config: Config) -> tuple[Stage, ...]:
+    stages = _qwen_moe(layer, config, count=60, chosen=4, width=1408)
+    if stages is DENSE:
+        return stages
+    width = size(config, "shared_expert_intermediate_size", default=5632)
+    return stages + mlp_stages("mlp.shared_expert", "shared_", width=width, gate="mlp.shared_expert_gate")
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    layout=_mixtral,
+    rope_theta=1_000_000.0,
+    sliding="all",
+    renamed=(("block_sparse_moe", "mlp"),),
+)
+
+QWEN2_MOE = Family(
+    "qwen2_moe", "Qwen2MoeForCausalLM", layout=_qwen2_moe, qkv_bias="unless", sliding="lower", sliding_window=4096
+)
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    layout=partial(_qwen_moe, count=128, chosen=8, width=768),
+    qk_norm=True,
+    qkv_bias="config",
+    sliding="switched",
+    sliding_window=4096,
+)
+
+
+def _experts(config: Config, default: int) -> int:
+    """Of a layer; versions of transformers differ in how they call it."""
+    key = next((key for key in _EXPERT_KEYS if key in config), _EXPERT_KEYS[0])
+    return size(config, key, MOST_EXPERTS, default)
+
+
+def _chosen(config: Config, count: int, default: int) -> int:
+    """Experts of a token."""
+    chosen = size(config, "num_experts_per_tok", default=default)
+    if chosen > count:
+        raise InputError(f"config.json: 'num_experts_per_tok' is {chosen}, but there are {count} experts")
+    return chosen
