@@ -116,8 +116,9 @@ def warm_ups(load: Load) -> tuple[Load, Load]:
 
 
 def random_prompts(load: Load, vocab: int, seed: int) -> list[list[int]]:
-    """Token ids; the same for every engine that runs the load."""
-    generator = random.Random(seed)
+    """Token ids; the same for every engine that runs the load. Loads share none: a prompt that begins like one before
+    it would be found in the cache."""
+    generator = random.Random(f"{seed}: {load.batch} x ({load.prompt} + {load.new})")
     return [[generator.randrange(vocab) for _ in range(load.prompt)] for _ in range(load.batch)]
 
 

@@ -26,6 +26,7 @@ class Adapter(Protocol):
 
     engine: str  # as tables name it
     distribution: str  # as package indexes name it
+    excuses: tuple[str, ...]  # in what it says where it failed for reasons that lie outside of the checkpoint
 
     def packages(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """What this version of the engine needs beside itself for a checkpoint."""
@@ -71,6 +72,7 @@ class TransformersAdapter:
 
     engine = "transformers"
     distribution = "transformers"
+    excuses: tuple[str, ...] = ()
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -21,7 +21,7 @@ _LONGEST_REASON = 240
 
 @dataclass(frozen=True)
 class Seen:
-    """Numbers are None where it does not load. `loads` is None where that cannot be told: nobody waited for it."""
+    """Numbers are None where it does not load. `loads` is None where that cannot be told."""
 
     loads: bool | None
     reason: str = ""
@@ -51,12 +51,13 @@ def package_versions(adapter: Adapter, checkpoint: Checkpoint) -> str:
 
 
 def try_checkpoint(adapter: Adapter, checkpoint: Checkpoint, ids: Tensor, device: str) -> Seen:
-    """Whatever the engine raises is the answer that it does not load."""
+    """What the engine raises is the answer that it does not load, but where it has an excuse."""
     try:
         dtype = adapter.load(checkpoint, ids.shape[1])
         there = adapter.logprobs(ids)
     except (Exception, SystemExit) as error:
-        return Seen(False, first_line(error))
+        said = first_line(error)
+        return Seen(None if any(excuse in said for excuse in adapter.excuses) else False, said)
     finally:
         adapter.forget()
     try:

@@ -11,6 +11,7 @@ from quantkit.devices import resolve_device
 from quantkit.errors import QuantkitError
 from quantkit.eval.peers.bases import find_base
 from quantkit.eval.peers.jobs import TOOLS, Job, chosen
+from quantkit.eval.peers.pages import write_pages
 from quantkit.eval.peers.rows import RESULTS, keep, newest, read
 from quantkit.eval.peers.run import Bench, run
 from quantkit.eval.peers.table import markdown
@@ -30,19 +31,22 @@ from quantkit.eval.peers.table import markdown
 @click.option("-o", "--output", default=RESULTS, show_default=True, type=click.Path(path_type=Path))
 @click.option("--again", is_flag=True, help="Also what this folder of work has finished before.")
 @click.option("--table", is_flag=True, help="Only print the newest rows of the model, as the pages have them.")
+@click.option("--write", is_flag=True, help="With --table: put them into the pages.")
 def command(
     model: str, tools: tuple[str, ...], methods: tuple[str, ...], texts: tuple[str, ...], wikitext: Path | None,
-    work: Path, device: str, packages: tuple[str, ...], output: Path, again: bool, table: bool,
+    work: Path, device: str, packages: tuple[str, ...], output: Path, again: bool, table: bool, write: bool,
 ) -> None:  # fmt: skip
     """Quantize a model with the tools of other projects and with quantkit, and measure all results alike.
 
     \b
     make peers
     python -m quantkit.eval.peers --model smollm2 --wikitext FOLDER
-    python -m quantkit.eval.peers --model smollm2 --table
+    python -m quantkit.eval.peers --model smollm2 --table --write
     """
     if table:
         click.echo(markdown(newest(read(output)), model))
+        if write:
+            write_pages(newest(read(output)))
         return
     work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,9 @@ class VllmAdapter:
 
     engine = "vLLM"
     distribution = "vllm"
+    excuses: tuple[str, ...] = (
+        "Error in memory profiling",
+    )  # another process gave back memory of the GPU while it started
 
     def __init__(self) -> None:
         self._llm: Any = None

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, QuantkitError, StorageError
 from quantkit.eval.interop import rows
 from quantkit.eval.interop.adapters import version_of
 from quantkit.eval.interop.attempt import Setting, attempt_all
 from quantkit.eval.interop.attempt import main as worker
 from quantkit.eval.interop.checkpoints import chosen, make
-from quantkit.eval.interop.compare import Seen, first_line
+from quantkit.eval.interop.compare import Seen, first_line, try_checkpoint
 from quantkit.eval.interop.run import add_arguments, run
+from quantkit.eval.peers.vllm_load import VllmAdapter
+from quantkit.sources import model_folder
 
 FOLDERS = [Path(name) for name in ("one", "two", "three")]
 YES = Seen(True, perplexity_there=2.0, perplexity_here=2.0, difference=0.0).to_dict()
@@ -105,6 +109,25 @@ def test_reasons_are_one_line() -> None:
     headed = ValueError("1 validation error for ModelConfig\n  Value error, no such method [type=value_error]")
     assert first_line(headed) == "ValueError: Value error, no such method [type=value_error]"
     assert len(first_line(ValueError("x" * 1000))) == 240
+
+
+class Failing(VllmAdapter):
+    """Raises what an engine may say."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__()
+        self.said = said
+
+    def load(self, checkpoint: Checkpoint, window: int) -> str:
+        raise AssertionError(self.said)
+
+
+def test_an_engine_that_other_processes_disturbed_is_not_settled() -> None:
+    """The checkpoint had no part in it."""
+    checkpoint, ids = Checkpoint(model_folder("demo-draft")), torch.zeros(1, 4, dtype=torch.long)
+    disturbed, refused = "Error in memory profiling. Initial free memory 135.27 GiB, ...", "no kernel for 5 bits"
+    assert try_checkpoint(Failing(disturbed), checkpoint, ids, "cpu").loads is None
+    assert try_checkpoint(Failing(refused), checkpoint, ids, "cpu").loads is False
 
 
 @pytest.fixture(scope="module")

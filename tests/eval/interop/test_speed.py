@@ -11,7 +11,7 @@ import pytest
 
 from quantkit.cli import cli
 from quantkit.errors import InputError
-from quantkit.eval.engine.run import Load
+from quantkit.eval.engine.run import Load, random_prompts
 from quantkit.eval.interop import rows, speed_rows
 from quantkit.eval.interop.speed_folders import RECIPES, check_formats, make_folders, name_every_token
 from quantkit.eval.interop.speed_rows import LOADS, Timed, counted_tokens, load_name, longest, parse_loads, speed_table
@@ -36,6 +36,13 @@ def test_loads_are_those_of_the_engine_bench_and_prompts() -> None:
     for wrong in ("8", "8x128", "0x1+1", "axb+c", ""):
         with pytest.raises(InputError, match="such as 8x128"):
             parse_loads(wrong)
+
+
+def test_no_prompt_begins_like_one_of_another_load() -> None:
+    """It would be found in the cache of the engine that remembers prompts, and cost nothing there."""
+    beginnings = [tuple(row[:8]) for load in LOADS for row in random_prompts(load, 1000, 0)]
+    assert len(set(beginnings)) == len(beginnings) == sum(load.batch for load in LOADS)
+    assert random_prompts(LOADS[1], 1000, 0) == random_prompts(LOADS[1], 1000, 0) != random_prompts(LOADS[1], 1000, 1)
 
 
 def keep(file: Path, engine: str, speed: float, **changes: str) -> None:
