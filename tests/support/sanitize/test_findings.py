@@ -1,10 +1,17 @@
 """What compute-sanitizer says is read as it is meant."""
 
-from sanitize.findings import Finding, passed_tests, read_findings
+import re
 
-SAID = """\
+from sanitize.findings import ROOT, Finding, passed_tests, read_findings
+
+BEGIN = next(
+    number
+    for number, line in enumerate((ROOT / "kernels/attention/prefill_hopper.py").read_text().splitlines(), 1)
+    if line.startswith("def _hopper_prefill")
+)
+SAID = f"""\
 ========= COMPUTE-SANITIZER
-..========= Error: Race reported between Read access at _hopper_prefill+0x30 in prefill_hopper.py:43
+..========= Error: Race reported between Read access at _hopper_prefill+0x30 in prefill_hopper.py:{BEGIN}
 =========     and Write access at _hopper_prefill in prefill_hopper.py:74 [291 hazards]
 .========= Error: Race reported between Write access at _decode+0x31f0 in decode.py:201
 =========     and Read access at _decode+0x3410 in decode.py:207 [4 hazards]
@@ -21,7 +28,7 @@ SAID = """\
 
 def test_findings_by_kernel() -> None:
     ours = [
-        Finding("Race reported between Read access", "_hopper_prefill", True),
+        Finding("Race reported between Read access", "_hopper_prefill", True, at_begin=True),
         Finding("Race reported between Write access", "_decode", True),
         Finding("Invalid __global__ read", "_skinny", True),
     ]
@@ -30,6 +37,15 @@ def test_findings_by_kernel() -> None:
     assert len(found) == 5
     assert [finding.kernel for finding in found if finding.counts("racecheck")] == ["_decode", "_skinny"]
     assert len([finding for finding in found if finding.counts("memcheck")]) == 3
+
+
+def test_such_kernels_count_for_their_own_lines() -> None:
+    (found,) = read_findings(
+        f"========= Error: Race reported between Read access at _hopper_prefill+0x30 in prefill_hopper.py:{BEGIN + 9}\n"
+        f"=========     and Write access at _hopper_prefill in prefill_hopper.py:{BEGIN + 40} [291 hazards]\n"
+    )
+    assert found.counts("racecheck")
+    assert not re.search(r"hazards", found.kernel)
 
 
 def test_a_finding_without_a_kernel_counts() -> None:
