@@ -9,7 +9,8 @@ A block runs as its residual parts, attention and MLP, and a part can be stopped
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,6 +49,14 @@ class _AllReached(Exception):
 
 
 @dataclass(frozen=True)
+class Routed:
+    """What the experts of a part are called with."""
+
+    inputs: Tensor  # [tokens, hidden]
+    chosen: Tensor  # [tokens, experts of a token]: their numbers
+
+
+@dataclass(frozen=True)
 class BlockPart:
     """A residual part of a block that has its weights."""
 
@@ -60,7 +69,12 @@ class BlockPart:
     def closing(self) -> Stage | None:
         """The stage of one linear whose outputs are the body's; None where the outputs of experts are added up."""
         last = self.stages[-1]
-        return None if len(last.names) > 1 or any(stage.experts for stage in self.stages) else last
+        return None if len(last.names) > 1 or self.routed_stages else last
+
+    @property
+    def routed_stages(self) -> tuple[Stage, ...]:
+        """Those that have experts; empty where the part has none."""
+        return tuple(stage for stage in self.stages if stage.routed)
 
     def inputs(self, stage: Stage, hidden: Tensor) -> list[Tensor | None]:
         """What the linears of a stage read, for every expert where it has some; None: no token reached the expert."""
@@ -68,24 +82,39 @@ class BlockPart:
 
     def read_by(self, modules: list[str], hidden: Tensor) -> list[Tensor | None]:
         """What some modules of this part read. It runs until all of them were reached, no further."""
-        found: dict[str, Tensor] = {}
-        hooks = []
-        for name in modules:
+        return self._read_by(modules, lambda: self._body(hidden))
 
-            def reached(_: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
-                found[name] = inputs[0]
-                if len(found) == len(modules):
-                    raise _AllReached
+    def route(self, hidden: Tensor) -> Routed:
+        """What its experts would be called with. They do not run."""
+        called: list[Tensor] = []
 
-            # before hooks that round a layer's inputs as an engine does
-            hooks.append(self.block.get_submodule(name).register_forward_pre_hook(reached, prepend=True))
-        try:
+        def reached(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            called.extend(arguments)
+            raise _AllReached
+
+        with _hooked(self.block.get_submodule(self.routed_stages[0].container), reached), suppress(_AllReached):
             self._body(hidden)
-        except _AllReached:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return Routed(called[0], called[1])
+
+    def expert_reads(self, stage: Stage, inputs: Tensor) -> Tensor:
+        """What one expert's linears of a stage (`Stage.by_expert`) read, from what the expert itself reads."""
+        expert = self.block.get_submodule(stage.names[0].rpartition(".")[0])
+        (found,) = self._read_by([stage.names[0]], lambda: expert(inputs))
+        assert found is not None
+        return found
+
+    def _read_by(self, modules: list[str], run: Callable[[], object]) -> list[Tensor | None]:
+        found: dict[str, Tensor] = {}
+        with ExitStack() as hooks, suppress(_AllReached):
+            for name in modules:
+
+                def reached(_: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
+                    found[name] = inputs[0]
+                    if len(found) == len(modules):
+                        raise _AllReached
+
+                hooks.enter_context(_hooked(self.block.get_submodule(name), reached))
+            run()
         return [found[name] if name in found and found[name].numel() else None for name in modules]
 
     def run(self, hidden: Tensor) -> Tensor:
@@ -210,6 +239,16 @@ class BlockRunner:
     @property
     def _outer(self) -> str:
         return self.family.blocks.rpartition(".")[0]
+
+
+@contextmanager
+def _hooked(module: nn.Module, reached: Callable[[nn.Module, tuple[Tensor, ...]], None]) -> Iterator[None]:
+    """Before hooks that round a layer's inputs as an engine does."""
+    hook = module.register_forward_pre_hook(reached, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def parts_of(block: nn.Module, stages: tuple[Stage, ...], arguments: Mapping[str, Any]) -> tuple[BlockPart, ...]:

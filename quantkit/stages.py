@@ -78,6 +78,16 @@ class Stage:
         return tuple(name for stage in self.by_expert for name in stage.names)
 
     @property
+    def routed(self) -> bool:
+        """Whether it has experts."""
+        return self.experts is not None
+
+    @property
+    def container(self) -> str:
+        """Where the experts of a stage stand: the module that is called with tokens and with what a router chose."""
+        return self.names[0].partition(".{}.")[0]
+
+    @property
     def by_expert(self) -> tuple[Stage, ...]:
         """A stage for every expert alone; a stage without experts is the only one."""
         if self.experts is None:

@@ -129,5 +129,7 @@ def _print_report(report: QuantizeReport) -> None:
     name = "loss" if "loss" in worst.log else "weight error"
     value = worst.log.get("loss", worst.relative_error)
     click.echo(f"largest {name}: {value:.4f} ({worst.module}, {worst.scheme})")
+    if report.experts is not None:
+        click.echo(f"experts: {report.experts.describe()}")
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -28,11 +28,6 @@ class InputStatistics:
             self._sample.append(flat[:missing].float())
         self.tokens += flat.shape[0]
 
-    def expect(self, absmax: Tensor) -> None:
-        """Magnitudes [in] to be ready for where no token was seen: what is served may bring some."""
-        if not self.tokens:
-            self.absmax = absmax
-
     @property
     def sample(self) -> Tensor:
         """The first inputs [up to 2,048, in]."""

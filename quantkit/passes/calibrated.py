@@ -20,6 +20,7 @@ from quantkit.methods.arithmetic import fast_products
 from quantkit.methods.method import Rounded, TunedBlock
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.activations import Activations, Place, choose_place
+from quantkit.passes.experts import ExpertRounding
 from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 from quantkit.passes.stage_inputs import stage_statistics
@@ -98,19 +99,26 @@ class CalibratedPass:
     @torch.no_grad()
     def _run_part(self, part: BlockPart, work: BlockQuantizer) -> None:
         """One stage after the other, then the hidden states after the part."""
+        if any(work.wants(stage) for stage in part.routed_stages):
+            self._experts(part).run(work)
         inner = None
         for stage in part.stages:
             if stage == part.closing:
                 with fast_products(self.runner.device):
                     inner = self._keep_inner(part, stage)
-            if work.wants(stage):
-                divisors = work.quantize(part.block, stage, self._statistics(part, stage, inner))
-                if inner is not None and divisors[0] is not None:
+            if work.wants(stage) and not stage.routed:
+                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner))
+                if inner is not None and divisor is not None:
                     for index, batch in enumerate(inner):
-                        inner[index] = batch / divisors[0].to(batch.dtype)
+                        inner[index] = batch / divisor.to(batch.dtype)
         with fast_products(self.runner.device):
             for index, batch in enumerate(self.hidden):
                 self.hidden[index] = part.run(batch) if inner is None else part.close(batch, inner[index])
+
+    def _experts(self, part: BlockPart) -> ExpertRounding:
+        with fast_products(self.runner.device):
+            inputs = Activations(self.runner.device, self._place, self._scratch, "experts")
+            return ExpertRounding(part, self.hidden, inputs, self.method)
 
     def _keep_inner(self, part: BlockPart, closing: Stage) -> Activations | None:
         """What the closing stage reads, for all batches, unless that is too much to keep."""
@@ -123,11 +131,12 @@ class CalibratedPass:
             inner.append(inputs)
         return inner
 
-    def _statistics(self, part: BlockPart, stage: Stage, inner: Activations | None) -> list[InputStatistics]:
+    def _statistics(self, part: BlockPart, stage: Stage, inner: Activations | None) -> InputStatistics:
         batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
         if inner is not None:
             batches = ([batch] for batch in inner)
-        return stage_statistics(part, stage, batches, hessian=self.method.wants_hessian)
+        (found,) = stage_statistics(part, stage, batches, hessian=self.method.wants_hessian)
+        return found
 
     def _prepare(self, tokens: Tensor) -> None:
         self._arguments = self.runner.arguments(tokens.shape[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,27 +57,24 @@ class BlockQuantizer:
             raise QuantkitError(f"method '{self._method.name}' tuned {', '.join(unknown)}, which it was not asked for")
         self._tuned = tuned
 
-    def quantize(self, block: nn.Module, stage: Stage, inputs: Sequence[InputStatistics]) -> list[Tensor | None]:
-        """Quantizes the linears of a stage in place, those of every expert by their own inputs.
+    def quantize(
+        self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any] | None = None
+    ) -> Tensor | None:
+        """Quantizes the linears of a stage in place, or those of one expert (`Stage.by_expert`).
 
-        Returns what these inputs are divided by from now on.
+        Returns what these inputs are divided by from now on. `notes` go to the log of each linear.
         """
-        largest = torch.stack([seen.absmax for seen in inputs]).amax(0)
-        for seen in inputs:
-            seen.expect(largest)  # an expert without tokens: as the others saw them
-        return [self._quantize(block, each, seen) for each, seen in zip(stage.by_expert, inputs, strict=True)]
-
-    def _quantize(self, block: nn.Module, stage: Stage, inputs: InputStatistics) -> Tensor | None:
         fmt = self.formats[stage.names[0]]
         linears = [block.get_submodule(name) for name in stage.names]
         try:
             rounded, divisor = self._tuned_group(stage.names), None
-            notes: dict[str, Any] = {}
+            log = dict(notes or {})
             if not rounded:
-                divisor, notes = self._scale(block, stage, linears, fmt, inputs)
+                divisor, scaling = self._scale(block, stage, linears, fmt, inputs)
+                log |= scaling
                 rounded = _round(self._method, [weight_of(linear).float() for linear in linears], fmt, inputs)
             for name, linear, part in zip(stage.names, linears, rounded, strict=True):
-                self._keep(name, linear, fmt, part, inputs, notes)
+                self._keep(name, linear, fmt, part, inputs, log)
         except InputError as error:
             raise InputError(f"{self._prefix}{stage.names[0]}: {error}") from error
         return divisor

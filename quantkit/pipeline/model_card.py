@@ -18,6 +18,7 @@ import yaml
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.engines import Verdict
 from quantkit.formats import dialect_with
+from quantkit.pipeline.coverage import coverage_of
 from quantkit.pipeline.quality import Quality
 from quantkit.recipe import Recipe, list_recipes
 from quantkit.wording import human_bytes, human_count, model_name
@@ -106,7 +107,7 @@ def model_card(facts: CardFacts) -> str:
         _section("How to load it", _loading(facts)),
         _section("Layers", _schemes(facts)),
         _section("Worst layers", _worst(facts.layers)),
-        _section("Calibration", _calibration(facts.calibration)),
+        _section("Calibration", _calibration(facts)),
         _section("How to make it again", _again(facts)),
     ]
     return "\n\n".join(sections) + "\n"
@@ -223,10 +224,14 @@ def _worst(layers: Sequence[Layer]) -> str:
     return f"{_table(('layer', 'scheme', what), rows)}\n\n{meaning}"
 
 
-def _calibration(record: Mapping[str, Any] | None) -> str:
-    if record is None:
+def _calibration(facts: CardFacts) -> str:
+    if facts.calibration is None:
         return "None: the method looks at no data."
-    return _table(("setting", "value"), [(_cell(key), _code(_name_only(value))) for key, value in record.items()])
+    rows = [(_cell(key), _code(_name_only(value))) for key, value in facts.calibration.items()]
+    experts = coverage_of(facts.layers)
+    if experts is not None:
+        rows.append(("experts", _cell(experts.describe())))
+    return _table(("setting", "value"), rows)
 
 
 def _again(facts: CardFacts) -> str:

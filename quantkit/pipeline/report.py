@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantkit.pipeline.coverage import Coverage, coverage_of
 from quantkit.pipeline.quality import Quality
 
 
@@ -44,7 +45,14 @@ class QuantizeReport:
     @property
     def warnings(self) -> list[str]:
         """What should not go unsaid."""
-        return [f"{layer.module}: {layer.log['warning']}" for layer in self.layers if "warning" in layer.log]
+        found = [f"{layer.module}: {layer.log['warning']}" for layer in self.layers if "warning" in layer.log]
+        starved = self.experts and self.experts.warning
+        return [*found, starved] if starved else found
+
+    @property
+    def experts(self) -> Coverage | None:
+        """How well calibration knew the experts; None where none were calibrated."""
+        return coverage_of(self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         quality = self.quality.to_dict() if self.quality else None

@@ -106,6 +106,7 @@ def _log(job: Job, report: QuantizeReport, allocation: Mapping[str, Any] | None)
         "quality": report.quality.to_dict() if report.quality else None,
         "bits_per_weight": report.bits_per_weight,
         "warnings": report.warnings,
+        "experts": report.experts and report.experts.describe(),
     }
     if allocation is not None:
         first["allocation"] = allocation

@@ -87,7 +87,8 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    states = work.hidden_bytes * (2 if work.method.tunes_blocks else 1)  # the second: what a block is tuned towards
+    # The second: what a block is tuned towards. The third: what its experts read.
+    states = work.hidden_bytes * (1 + work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized))
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
     working += states if place == "device" else 0
@@ -113,10 +114,9 @@ def _calibrated_bytes(work: Work) -> int:
 
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
-    """Every expert has statistics of its own; the method makes copies of one at a time."""
-    matrices = COPIES + group.experts - 1 if work.method.wants_hessian else 0
-    sampled = min(SAMPLE * group.experts, max(SAMPLE, work.tokens * group.per_token))
-    return 4 * matrices * group.inputs**2 + 4 * sampled * group.inputs
+    """Of one group; experts come one after the other, and what all of them read is kept meanwhile."""
+    matrices = COPIES if work.method.wants_hessian else 0
+    return 4 * matrices * group.inputs**2 + 4 * min(SAMPLE, work.tokens) * group.inputs
 
 
 def _batch_bytes(work: Work) -> int:

@@ -168,7 +168,7 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:
-    """All weights of a block and the statistics of all experts at once, but the method works on one expert only."""
+    """All weights of a block and what its experts read, but the statistics of one expert at a time."""
     fmt = Gptq()
     dense = (GroupWork(256, (512, 512), fmt), GroupWork(512, (256,), fmt))
     experts = tuple(replace(group, experts=64, per_token=2) for group in dense)
@@ -188,7 +188,7 @@ def test_experts_count_in_whichever_block_they_stand() -> None:
     )
     first, last = (peak_memory(replace(work, blocks=blocks)) for blocks in ((experts, dense), (dense, experts)))
     assert first == last
-    more = 63 * (5 * sum(group.weights for group in dense) + 4 * 512**2)
+    more = 63 * 5 * sum(group.weights for group in dense) + work.hidden_bytes
     assert 1.0 < (first.ram - peak_memory(work).ram) / more < 1.4
     assert experts[0].forward_weights == 2 * EXPERT_RUNS * dense[0].forward_weights
     assert experts[0].share == 2 / 64

@@ -89,21 +89,26 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
+class ExpertList(nn.ModuleList):
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self):
+            tokens, rank = (chosen == number).nonzero(as_tuple=True)
+            out.index_add_(0, tokens, expert(hidden[tokens]) * weights[tokens, rank, None])
+        return out
+
+
 class ExpertMLP(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.per_token = config.num_experts_per_tok
         self.router = nn.Linear(config.hidden_size, config.num_experts)
-        self.experts = nn.ModuleList(LlamaMLP(config) for _ in range(config.num_experts))
+        self.experts = ExpertList(LlamaMLP(config) for _ in range(config.num_experts))
 
     def forward(self, hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)
         weights, chosen = self.router(flat).softmax(-1).topk(self.per_token)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            tokens, rank = (chosen == number).nonzero(as_tuple=True)
-            out.index_add_(0, tokens, expert(flat[tokens]) * weights[tokens, rank, None])
-        return out.view_as(hidden)
+        return self.experts(flat, chosen, weights).view_as(hidden)
 
 
 class Layer(nn.Module):

@@ -1,5 +1,6 @@
 """Quantizing layers that differ: each expert by the tokens that its router sends, stages in their order."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,24 @@ from torch.nn import functional
 
 from quantkit.arch import Family
 from quantkit.blocks import BlockRunner, run_block
+from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.formats import CtPacked, Gptq, IntegerWeight
 from quantkit.methods.arithmetic import fast_products
 from quantkit.methods.awq import AwqMethod
 from quantkit.methods.gptq import GptqMethod, quantize_layer
-from quantkit.methods.method import UNREACHED
 from quantkit.methods.rtn import RtnMethod
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes import CalibratedPass
+from quantkit.passes.activations import Activations
+from quantkit.passes.experts import ExpertRounding
 from quantkit.passes.sensitivity import SCORED, SensitivityPass
 from quantkit.passes.stage_inputs import stage_statistics
+from quantkit.provenance import QUANTIZATION_LOG
 
 LAYERS, EXPERTS, CHOSEN = 3, 4, 2
+FEW = Calibration(samples=6, seq_len=32)  # of `quantized`
 UNREACHED_EXPERT = "model.layers.2.mlp.experts.3."
 Quantized = Callable[[str], tuple[Path, Any]]
 
@@ -124,30 +129,58 @@ def test_gptq_rounds_an_expert_by_its_own_tokens(
         assert float((found == plain).float().mean()) < 0.95
 
 
-@pytest.mark.parametrize("recipe", ["gptq-w4g32", "awq-w4g32"])
-def test_an_expert_without_tokens_is_plainly_rounded_with_a_warning(
-    recipe: str, quantized: Quantized, family: Family, model: Any
+@pytest.mark.parametrize("recipe", ["gptq-w4g32", "awq-w4g32", "fp8-static"])
+def test_an_expert_without_tokens_is_rounded_by_those_of_its_block(
+    recipe: str, quantized: Quantized, family: Family
 ) -> None:
+    """It is said, counted, and in log and card."""
     folder, report = quantized(recipe)
-    checkpoint = Checkpoint(folder)
-    names = [UNREACHED_EXPERT + linear for linear in ("gate_proj", "up_proj", "down_proj")]
-    assert report.warnings == [f"{name}: {UNREACHED}" for name in names]
-    for name in names:
-        weight = model.get_parameter(f"{name}.weight").detach()
-        assert torch.equal(codes(checkpoint.quantized(name)), codes(checkpoint.formats[name].quantize(weight)))
-    assert [layer.module for layer in report.layers] == family.linears(checkpoint.config)
-    assert report.quality is not None
+    (warning,) = report.warnings
+    assert warning.startswith("1 of 8 experts were reached by too few calibration tokens (1 by none)")
+    assert UNREACHED_EXPERT.removesuffix(".") in warning
+    logs = {layer.module: layer.log for layer in report.layers}
+    for linear in ("gate_proj", "up_proj", "down_proj"):
+        log = logs[UNREACHED_EXPERT + linear]
+        assert (log["expert_tokens"], log["pooled_tokens"]) == (0, FEW.samples * FEW.seq_len)
+    for layer in (1, 2):
+        sent = [
+            logs[f"model.layers.{layer}.mlp.experts.{number}.up_proj"]["expert_tokens"] for number in range(EXPERTS)
+        ]
+        assert sum(sent) == CHOSEN * FEW.samples * FEW.seq_len
+    assert sum("pooled_tokens" in log for log in logs.values()) == 3
+    assert [layer.module for layer in report.layers] == family.linears(Checkpoint(folder).config)
+    said = "8; calibration tokens that reached one: least 0, median "
+    assert said in (folder / "README.md").read_text()
+    assert said in json.loads((folder / QUANTIZATION_LOG).read_text().splitlines()[0])["experts"]
 
 
-def test_an_expert_without_tokens_expects_what_the_others_saw(quantized: Quantized) -> None:
-    """A static input scale of 0 would silence it for the tokens that come when it is served."""
-    folder, report = quantized("fp8-static")
-    checkpoint = Checkpoint(folder)
-    assert report.warnings[0] == f"{UNREACHED_EXPERT}gate_proj: {UNREACHED}"
+def test_an_expert_without_tokens_has_an_input_scale(quantized: Quantized) -> None:
+    """Of 0 it would be silent for the tokens that come when it is served."""
+    checkpoint = Checkpoint(quantized("fp8-static")[0])
     for linear in ("gate_proj", "down_proj"):
         names = [f"model.layers.2.mlp.experts.{number}.{linear}" for number in range(EXPERTS)]
         scales = [float(checkpoint.quantized(name).input_scale) for name in names]  # type: ignore[attr-defined]
-        assert scales[3] == max(scales[:3]) > 0
+        assert scales[3] > max(scales[:3]) / 4
+    assert scales[3] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reached", [0, 1, 15, 16])
+def test_a_quarter_of_its_inputs_is_enough(reached: int, source: Path, family: Family, tmp_path: Path) -> None:
+    """Below, an expert is shown tokens of its block, its own among them."""
+    runner = BlockRunner(Checkpoint(source), family)
+    _, part = runner.load(1, runner.arguments(24)[1])
+    hidden = Activations(runner.device, "host", tmp_path)
+    hidden.append(torch.randn(2, 24, 64))
+    work = ExpertRounding(part, hidden, Activations(runner.device, "host", tmp_path, "experts"), GptqMethod())
+    (chosen,) = work._chosen
+    chosen[:] = torch.tensor([1, 2])
+    chosen[48 - reached :, 0] = 3
+    found, notes = work._statistics(part.routed_stages[0].by_expert[3], 3, reached)
+    assert found.tokens == (reached if reached == 16 else 48)
+    assert notes == {"expert_tokens": reached} | ({} if reached == 16 else {"pooled_tokens": 48})
+    rows = part.route(hidden[0]).inputs[-found.tokens :]
+    torch.testing.assert_close(found.hessian, rows.T @ rows, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
