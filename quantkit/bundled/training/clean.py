@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import TYPE_CHECKING
 
-from .extract import Block
+if TYPE_CHECKING:  # the parser of HTML that extract.py needs is not installed everywhere
+    from .extract import Block
 
 STOPWORDS = frozenset(
     re.findall(
@@ -97,6 +99,12 @@ def key(text: str) -> int:
     """Hash of a paragraph that ignores case, digits and punctuation."""
     letters = re.sub(r"[^a-z]+", "", text.lower())
     return int.from_bytes(hashlib.blake2b(letters.encode(), digest_size=8).digest(), "little")
+
+
+def keys_of(text: str) -> set[int]:
+    """The keys of all paragraphs, list items and code examples of a text that `render` made."""
+    blocks = text.split("\n\n")
+    return {key(part) for block in blocks for part in (block, *(block.split("\n") if block.startswith("- ") else ()))}
 
 
 def deduplicate(blocks: list[Block], seen: set[int]) -> list[Block]:

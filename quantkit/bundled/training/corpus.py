@@ -97,9 +97,8 @@ def pieces(document: Document) -> Iterator[list[Block]]:
     yield piece
 
 
-def unique(work: Path, sources: list[dict[str, str]]) -> Iterator[Document]:
-    """Cleaned documents without paragraphs that occurred before, up to a size per source."""
-    seen: set[int] = set()
+def unique(work: Path, sources: list[dict[str, str]], seen: set[int]) -> Iterator[Document]:
+    """Cleaned documents without paragraphs that occurred before, or are in `seen`, up to a size per source."""
     newest_first = sorted(sources, key=lambda row: row["package"], reverse=True)
     order = sorted(newest_first, key=lambda row: (row["package"] not in FIRST, row["kind"] == "debian"))
     for row in order:
@@ -163,6 +162,14 @@ def split(documents: list[Document], rng: random.Random) -> dict[str, list[Docum
     for index, document in enumerate(documents):
         parts[chosen.get(index, "train")].append(document)
     return parts
+
+
+def write_texts(parts: dict[str, list[Document]], files: list[Path]) -> None:
+    """Writes the documents that were set aside, each part to the file of its name."""
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = [str(document["text"]) for document in parts[file.stem] if document["source"] not in NOT_SHIPPED]
+        file.write_text("\n\n".join(kept), encoding="utf-8")
 
 
 def conversations(documents: list[Document], budget: int, rng: random.Random) -> list[str]:
@@ -238,18 +245,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the shards")
     parser.add_argument("--text", type=Path, required=True, help="folder for heldout.txt and calibration.txt")
     parser.add_argument("--skip-extract", action="store_true")
+    parser.add_argument(
+        "--keep-text", action="store_true", help="leave these two files alone, and their paragraphs out of the shards"
+    )
     args = parser.parse_args()
     sources = tomllib.loads((HERE / "sources.toml").read_text(encoding="utf-8"))["source"]
     if not args.skip_extract:
         extract_all(args.work, sources)
     rng = random.Random(20)
-    documents = list(unique(args.work, sources))
-    parts = split(documents, rng)
+    files = [args.text / "heldout.txt", args.text / "calibration.txt"]
+    if args.keep_text:
+        shipped = set().union(*(clean.keys_of(file.read_text(encoding="utf-8")) for file in files))
+        documents = list(unique(args.work, sources, shipped))
+        parts: dict[str, list[Document]] = {"train": documents}
+    else:
+        documents = list(unique(args.work, sources, set()))
+        parts = split(documents, rng)
+        write_texts(parts, files)
     report(documents, parts, args.work)
-    args.text.mkdir(parents=True, exist_ok=True)
-    for part in ("heldout", "calibration"):
-        text = "\n\n".join(str(document["text"]) for document in parts[part] if document["source"] not in NOT_SHIPPED)
-        (args.text / f"{part}.txt").write_text(text, encoding="utf-8")
     texts = [str(document["text"]) for document in parts["train"]]
     talk = conversations(parts["train"], int(CHAT_SHARE * sum(map(len, texts))), rng)
     print(len(texts), "documents", len(talk), "conversations", sum(map(len, talk)), "characters of conversation")

@@ -1,4 +1,7 @@
-"""Muon for the hidden matrices: momentum made orthogonal, computed for all matrices of one shape at once."""
+"""Muon for the hidden matrices: momentum made orthogonal, computed for all matrices of one shape at once.
+
+A stack of experts is as many matrices: each is made orthogonal alone.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrices of a stack, by a Newton-Schulz iteration in bfloat16."""
+    """Nearest semi-orthogonal matrices of a stack, by a Newton-Schulz iteration, on a GPU in bfloat16."""
     a, b, c = COEFFICIENTS
-    x = update.bfloat16()
+    x = update.bfloat16() if update.is_cuda else update.float()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -44,6 +47,6 @@ class Muon:
             gradient = torch.stack([p.grad for p in group if p.grad is not None])
             buffer.lerp_(gradient, 1 - self.momentum)
             update = orthogonal(gradient.lerp(buffer, self.momentum)).float()
-            update *= 0.2 * max(group[0].shape) ** 0.5
+            update *= 0.2 * max(group[0].shape[-2:]) ** 0.5
             torch._foreach_mul_(group, 1 - lr * self.weight_decay)
             torch._foreach_add_(group, list(update.unbind()), alpha=-lr)

@@ -1,4 +1,4 @@
-"""Trains the bundled demo model or its draft within a wall-clock budget and writes it as a Hugging Face folder.
+"""Trains one of the bundled models within a wall-clock budget and writes it as a Hugging Face folder.
 
 Run as `python -m quantkit.bundled.training.train --size demo --data FOLDER --out FOLDER --minutes 8`.
 """
@@ -15,25 +15,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import __version__ as transformers_version
 
-from .export import evaluate, pack, save, verify
-from .model import Decoder, make_config
+from .experts import stack_experts
+from .export import evaluate, pack, routing_of, save, verify
+from .loss import Loss, load_teacher
+from .model import SIZES, Decoder, make_config
 from .muon import Muon
 from .noise import RoundingNoise
 
 START = time.time()
 DECAY_SHARE = 0.6
 WARMUP_SHARE = 0.015
+CHOOSERS = ("embed_tokens.weight", "mlp.gate.weight")  # a row stands for a token or an expert: not for Muon
 
 
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=("demo", "draft"), default="demo")
+    parser.add_argument("--size", choices=tuple(SIZES), default="demo")
     parser.add_argument("--data", type=Path, required=True, help="folder with tokens.bin (uint16), from prepare.py")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with the tokenizer files")
     parser.add_argument("--eval-text", type=Path, required=True, help="held-out text, UTF-8")
@@ -53,10 +55,13 @@ def parse() -> argparse.Namespace:
         "--lr", type=float, default=4e-3, help="peak learning rate of the matrices (Muon, Adam-sized steps)"
     )
     parser.add_argument(
-        "--lr-embedding", type=float, default=3e-3, help="peak learning rate of embedding and norms (AdamW)"
+        "--lr-embedding", type=float, default=3e-3, help="peak learning rate of embedding, routers and norms (AdamW)"
     )
     parser.add_argument(
-        "--teacher", type=Path, help="folder of a trained model whose predictions the draft also learns"
+        "--teacher", type=Path, help="folder of the trained demo model, whose predictions are also learned"
+    )
+    parser.add_argument(
+        "--balance", type=float, default=0.01, help="weight of the loss that keeps all experts of a layer at work"
     )
     parser.add_argument("--init", type=Path, help="folder of a trained model to go on from")
     parser.add_argument("--noise", type=float, default=0.0, help="rounding noise, in steps of a 4-bit grid")
@@ -86,38 +91,6 @@ def schedule(progress: float) -> float:
     return max(0.0, min(1.0, progress / WARMUP_SHARE + 0.02, (1.0 - progress) / DECAY_SHARE))
 
 
-class Loss(torch.nn.Module):
-    """Next-token loss of a batch, mixed with the teacher's distribution when there is a teacher."""
-
-    def __init__(self, model: Decoder, teacher: Decoder | None) -> None:
-        super().__init__()
-        self.model = model
-        self.teacher = teacher
-
-    def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (the loss to minimise, the plain next-token loss)."""
-        cuda = batch.device.type == "cuda"
-        with torch.autocast(batch.device.type, torch.bfloat16, enabled=cuda):
-            logits = self.model(batch[:, :-1])
-        plain = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-        if self.teacher is None:
-            return plain, plain
-        with torch.no_grad(), torch.autocast(batch.device.type, torch.bfloat16, enabled=cuda):
-            target = self.teacher(batch[:, :-1])
-        soft = F.softmax(target.flatten(0, 1).float(), dim=-1)
-        distil = -(soft * F.log_softmax(logits.flatten(0, 1).float(), dim=-1)).sum(-1).mean()
-        return 0.2 * plain + 0.8 * distil, plain
-
-
-def load_teacher(folder: Path | None, vocab: int, device: torch.device) -> Decoder | None:
-    """The trained demo model as teacher, or None."""
-    if folder is None:
-        return None
-    teacher = Decoder(make_config("demo", vocab, 0))
-    teacher.load_state_dict(load_file(str(folder / "model.safetensors")), strict=True)
-    return teacher.to(device).requires_grad_(False)
-
-
 class Trainer:
     """Model, optimisers and clock of one run."""
 
@@ -127,11 +100,12 @@ class Trainer:
         self.config = make_config(args.size, 4096, 0)
         self.model = Decoder(self.config).to(device)
         if args.init is not None:
-            self.model.load_state_dict(load_file(str(args.init / "model.safetensors")))
-        loss = Loss(self.model, load_teacher(args.teacher, 4096, device))
+            self.model.load_state_dict(stack_experts(load_file(str(args.init / "model.safetensors"))))
+        loss = Loss(self.model, load_teacher(args.teacher, 4096, device), args.balance)
         self.loss = loss if args.no_compile else torch.compile(loss, dynamic=False)
-        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
-        others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
+        hidden = {n: p.ndim > 1 and not n.endswith(CHOOSERS) for n, p in self.model.named_parameters()}
+        matrices = [p for n, p in self.model.named_parameters() if hidden[n]]
+        others = [p for n, p in self.model.named_parameters() if not hidden[n]]
         self.muon = Muon(matrices)
         self.noise = RoundingNoise(matrices, args.noise)
         self.adam = torch.optim.AdamW(
@@ -252,6 +226,8 @@ def main() -> None:
     save(trainer.model, trainer.config, args.tokenizer, args.out, facts)
     facts["logit_difference"] = verify(trainer.model, args.out)
     facts["heldout_bits_per_byte"] = evaluate(args.out, args.eval_text, device)
+    if routing := routing_of(args.out, args.eval_text, device):
+        facts |= {"balance": args.balance, "heldout_routing": routing}
     facts["wall_seconds"] = round(time.time() - START, 1)
     (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(facts, indent=2), flush=True)
