@@ -30,13 +30,15 @@ class Fold:
     Only the last outputs of the producer matter (`Family.folded_outputs` says how many), which covers separate and
     fused layers alike. Dividing them by s and multiplying the input columns of the stage by s changes nothing.
 
-        norm    an RMS norm; its effective weight, `weight + norm_offset`, is divided
+        norm    an RMS norm; its effective weight, `weight + norm_offset`, is divided. Several stages may read it, and
+                plain linears (`also`: routers and gates); they take the same scales
         value   the value rows; under grouped-query attention one KV head feeds several heads, which then share a scale
         up      the up rows, which meet the activated gate in a plain product
     """
 
     kind: Literal["norm", "value", "up"]
     producer: str
+    also: Group = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Stage:
         return tuple(self._of_expert(number) for number in range(self.experts.count))
 
     def _of_expert(self, number: int) -> Stage:
-        fold = self.fold and Fold(self.fold.kind, self.fold.producer.format(number))
+        fold = self.fold and replace(self.fold, producer=self.fold.producer.format(number))
         names = tuple(name.format(number) for name in self.names)
         return replace(self, names=names, fold=fold, experts=None)
 
@@ -128,12 +130,13 @@ def mlp_stages(
     width: int | None = None,
     gate: str | None = None,
 ) -> tuple[Stage, ...]:
-    """The two stages of an MLP beside others that read the same norm, so that no scales go there.
+    """The two stages of an MLP beside others that read the same norm.
 
     `folder` is where its linears stand, with `{}` for an expert's number; `role` comes before the names of its roles.
     """
     gate_up, down = [f"{folder}.{name}" for name in names[:2]], f"{folder}.{names[2]}"
+    also = tuple(name for name in (experts and experts.router, gate) if name)
     return (
-        Stage(f"{role}gate_up", tuple(gate_up), part, None, experts, width, gate),
+        Stage(f"{role}gate_up", tuple(gate_up), part, Fold("norm", part.norm, also), experts, width, gate),
         Stage(f"{role}down", (down,), part, Fold("up", gate_up[1]), experts, width, gate),
     )

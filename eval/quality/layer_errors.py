@@ -132,7 +132,7 @@ def _compare_part(
         for each, read in zip(stage.by_expert, inputs, strict=True):
             if read is None:
                 continue
-            served = _served_inputs(ours, theirs, each, hidden, read, folds)
+            served = _served_inputs(ours, theirs, each, read, folds)
             for name in each.names:
                 wanted, found = _outputs(name, (ours, theirs), (read, served))
                 undone = name in folds and folds[name].producer == name
@@ -145,15 +145,14 @@ def _served_inputs(
     ours: BlockPart,
     theirs: BlockPart,
     stage: Stage,
-    hidden: Tensor,
     read: Tensor,
     folds: Mapping[str, FoldedScales],
 ) -> Tensor:
     """What the quantized stage reads where the original reads `read`: divided by the scales that it took."""
-    if stage.fold is not None and stage.fold.kind == "norm":
-        (before,) = ours.read_by([stage.fold.producer], hidden)
-        scaled: Tensor = theirs.block.get_submodule(stage.fold.producer)(before)
-        return scaled
+    if stage.fold is not None and stage.fold.kind == "norm":  # both norms start from the same hidden states
+        ones = torch.ones(1, read.shape[-1], device=read.device)
+        before, after = (part.block.get_submodule(stage.fold.producer)(ones) for part in (ours, theirs))
+        return read * torch.where(before == 0, 1.0, after / before)[0].to(read.dtype)
     name = stage.names[0]
     return read / folds[name].columns if name in folds and folds[name].consumer == name else read
 
@@ -180,7 +179,7 @@ def _find_folds(
                 if read is None or producer in found:
                     continue
                 stage = next(one for stage in ours.stages for one in stage.by_expert if producer in one.names)
-                served = _served_inputs(ours, theirs, stage, states, read, found)
+                served = _served_inputs(ours, theirs, stage, read, found)
                 outputs = _outputs(producer, (ours, theirs), (read, served))
                 scales = folded_scales(consumer, family, checkpoint.config, (ours.block, theirs.block), outputs)
                 found[producer] = found[scales.consumer] = scales

@@ -42,10 +42,26 @@ class ExpertRounding:
         if not stages:
             return
         counts = self._counts(stages[0].by_expert)
+        scaling = self._scale(work)
         for number, of_expert in enumerate(zip(*(stage.by_expert for stage in stages), strict=True)):
             for stage in of_expert:
                 statistics, notes = self._statistics(stage, number, counts[number])
-                work.quantize(self._part.block, stage, statistics, notes)
+                work.quantize(self._part.block, stage, statistics, notes | (scaling if stage == of_expert[0] else {}))
+
+    def _scale(self, work: BlockQuantizer) -> dict[str, Any]:
+        """Scales what all experts read, where the method does; what the log should say of it."""
+        if not self._method.scales_inputs:
+            return {}
+        first = self._inputs[0]
+        pooled = InputStatistics(first.shape[-1], first.device, hessian=self._method.wants_hessian)
+        with fast_products(first.device):
+            for batch in self._inputs:
+                pooled.add(batch)
+        scales, notes = work.scale_norm(self._part.block, self._part.part.norm, pooled)
+        if scales is not None:
+            for index, batch in enumerate(self._inputs):
+                self._inputs[index] = batch / scales.to(batch.dtype)
+        return notes
 
     def _counts(self, experts: tuple[Stage, ...]) -> list[int]:
         """How many tokens each expert was sent."""

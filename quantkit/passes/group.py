@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
 from quantkit.stages import Fold, Group, Stage
+
+STACKED = 1 << 26  # weights of experts that scales are searched for at once
 
 
 class BlockQuantizer:
@@ -46,6 +48,7 @@ class BlockQuantizer:
         self._tuned: Mapping[str, Rounded] = {}
         self._layers: dict[str, QuantizedLayer] = {}
         self._changed: set[str] = set()  # plain tensors that took scales
+        self._norms_of_many = {fold.producer for fold in _norm_folds(self._stages) if fold.also}
 
     def wants(self, stage: Stage) -> bool:
         return stage.linears[0] in self.formats  # a stage has one scheme
@@ -79,6 +82,32 @@ class BlockQuantizer:
             raise InputError(f"{self._prefix}{stage.names[0]}: {error}") from error
         return divisor
 
+    def scale_norm(self, block: nn.Module, norm: str, inputs: InputStatistics) -> tuple[Tensor | None, dict[str, Any]]:
+        """Chooses input scales for all that reads a norm, and puts them there: experts, what chooses among them, and
+        what stands beside them.
+
+        Returns what is read from now on divided by, and what the log should say. `inputs` are of all tokens.
+        """
+        if norm not in self._norms_of_many or not self._method.scales_inputs:
+            return None, {}
+        stages = [stage for stage in self._stages if stage.fold and stage.fold.producer == norm]
+        quantized = [name for stage in stages for name in stage.linears if name in self.formats]
+        weight = _sampled([weight_of(block.get_submodule(name)) for name in quantized])
+        choice = self._method.choose_scales(weight, self.formats[quantized[0]], inputs, lambda scales: scales)
+        notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
+        if choice.loss >= choice.identity_loss:
+            return None, notes
+        scales = self._fold(block, Fold("norm", norm), choice.scales, len(choice.scales), 1)
+        plain = [name for fold in _norm_folds(stages) for name in fold.also]
+        plain += [name for stage in stages for name in stage.linears if name not in self.formats]
+        for name in quantized + plain:
+            linear = block.get_submodule(name)
+            _set_weight(linear, weight_of(linear).float() * scales)
+        for name in plain:
+            self._changed.add(f"{name}.weight")
+            _set_weight(block.get_submodule(name), weight_of(block.get_submodule(name)).to(self._stored))
+        return scales, notes
+
     def result(self, block: nn.Module) -> QuantizedBlock:
         """Everything that changed, as it will be stored."""
         changed = {}
@@ -103,7 +132,7 @@ class BlockQuantizer:
         if not inputs.tokens:
             return None, {"warning": UNREACHED}
         fold, columns, config = stage.fold, inputs.absmax.numel(), self._source.config
-        if fold is None or not self._method.scales_inputs:
+        if fold is None or not self._method.scales_inputs or fold.producer in self._norms_of_many:
             return None, {}
         folded, head = self._family.folded_outputs(fold, columns, config), self._family.size_of_head(config)
         tie = tied_heads(folded, columns, head if fold.kind == "value" else 1)
@@ -191,6 +220,16 @@ def _outliers(fmt: Format, inputs: InputStatistics) -> dict[str, list[int]]:
     if rounding is None or rounding.outlier_threshold is None:
         return {}
     return {"outlier_columns": (inputs.absmax >= rounding.outlier_threshold).nonzero().flatten().tolist()}
+
+
+def _norm_folds(stages: Iterable[Stage]) -> list[Fold]:
+    return [stage.fold for stage in stages if stage.fold is not None and stage.fold.kind == "norm"]
+
+
+def _sampled(weights: list[Tensor]) -> Tensor:
+    """Weights [out, in] stacked, evenly spaced ones where all would be too many to search over."""
+    most = max(1, STACKED // weights[0].numel())
+    return torch.cat(weights[:: -(-len(weights) // most)]).float()
 
 
 def _set_weight(linear: nn.Module, weight: Tensor) -> None:

@@ -247,8 +247,9 @@ def test_rope(family: Family) -> None:
     assert by_type == (family.rope == "per-layer-type")
 
 
-def fold_in(model: Any, family: Family, stage: Stage, config: dict[str, Any]) -> None:
-    """Moves random input scales of a stage into its producer, as AWQ does."""
+def fold_in(model: Any, family: Family, stages: list[Stage], config: dict[str, Any]) -> None:
+    """Moves random input scales of stages into the producer that they have in common, as AWQ does."""
+    stage = stages[0]
     block, fold = blocks_of(model, family)[1], stage.fold
     assert fold is not None
     producer = block.get_submodule(module_name(family, fold.producer))
@@ -264,9 +265,10 @@ def fold_in(model: Any, family: Family, stage: Stage, config: dict[str, Any]) ->
     if fold.kind == "value":
         sharing = config["num_attention_heads"] // config["num_key_value_heads"]
         scales = scales.view(-1, 1, family.size_of_head(config)).expand(-1, sharing, -1).flatten()
-    for name in stage.linears:
+    also = list(dict.fromkeys(name for each in stages if each.fold for name in each.fold.also))
+    for name in [name for each in stages for name in each.linears] + also:
         consumer = block.get_submodule(module_name(family, name))
-        assert consumer.in_features == len(scales)
+        assert consumer.weight.shape[1] == len(scales)
         consumer.weight.data *= scales
 
 
@@ -275,15 +277,16 @@ def test_folds_cover_every_stage_and_leave_the_model_unchanged(family: Family) -
     biases = {"attention_bias": True, "mlp_bias": True}
     config = file_of(family, **biases)
     before = model_of(family, **biases)(TOKENS).logits
-    stages = family.stages(1, config)
-    assert {stage.role for stage in stages if stage.fold is None} <= {"gate_up", "shared_gate_up"}
-    for stage in stages:
-        if stage.fold is None:
-            assert has_experts(family), "the norm before feeds the router too"
-            continue
-        model = copy.deepcopy(model_of(family, **biases))
+    producers: dict[str, list[Stage]] = {}
+    for stage in family.stages(1, config):
         for each in stage.by_expert:
-            fold_in(model, family, each, config)
+            assert each.fold is not None
+            producers.setdefault(each.fold.producer, []).append(each)
+    for kind in ("norm", "value", "up"):
+        model = copy.deepcopy(model_of(family, **biases))
+        for stages in producers.values():
+            if stages[0].fold is not None and stages[0].fold.kind == kind:
+                fold_in(model, family, stages, config)
         torch.testing.assert_close(model(TOKENS).logits, before, rtol=1e-4, atol=1e-4)
 
 

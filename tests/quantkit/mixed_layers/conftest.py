@@ -52,7 +52,13 @@ def mixed_layout(layer: int, config: Config) -> tuple[Stage, ...]:
     experts = Experts(config["num_experts"], config["num_experts_per_tok"], "mlp.router")
     return (
         *TWO_IN_A_ROW,
-        Stage("gate_up", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), MLP, experts=experts),
+        Stage(
+            "gate_up",
+            ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+            MLP,
+            Fold("norm", "post_attention_layernorm", ("mlp.router",)),
+            experts,
+        ),
         Stage("down", ("mlp.experts.{}.down_proj",), MLP, Fold("up", "mlp.experts.{}.up_proj"), experts),
     )
 
