@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.quantization import GPTQModifier
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.eval.peers.tools.task import read_task
@@ -26,13 +26,12 @@ recipe: Any = modifier(
     config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}, ignore=["lm_head"]
 )
 samples = task.samples
-rows = [{"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)} for ids in samples]
+rows: Any = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in samples]
 model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, device_map=task.device)
 oneshot(
     model=model,
-    dataset=Dataset.from_list(rows),
+    dataset=DataLoader(rows, batch_size=1),
     recipe=recipe,
-    max_seq_length=len(samples[0]),
     num_calibration_samples=len(samples),
 )
 model.save_pretrained(task.output, save_compressed=True)
