@@ -41,7 +41,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/long/test_deploy_ranks.py": 90,
     "tests/long/test_deploy_refused.py": 30,
     "tests/long/test_killed_runs.py": 438,
-    "tests/long/test_memory.py": 400,
+    "tests/long/test_memory.py": 800,
     "tests/long/test_scheduler_machine_long.py": 190,
     "tests/long/test_server_fuzz.py": 260,
     "tests/long/test_server_load.py": 115,
