@@ -149,14 +149,14 @@ WRONG: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], str]] = {
     "short correction": (
         {f"{GATE}.e_score_correction_bias": torch.zeros(7)},
         {},
-        rf"{GATE}.e_score_correction_bias in .* has shape \[7\], but config.json asks for \[8\]",
+        rf"{GATE}.e_score_correction_bias in .* has shape \[7\], but config.json asks for \[6\]",
     ),
     "wide router": ({f"{GATE}.weight": torch.zeros(9, 64)}, {}, rf"{GATE}.weight in .* has shape \[9, 64\]"),
     "missing up": ({UP: None}, {}, f"{UP} is missing"),
     "another up": ({UP: torch.zeros(160, 31)}, {}, rf"{UP} in .* has shape \[160, 31\], but .* \[160, 32\]"),
     "another rank": ({}, {"kv_lora_rank": 16}, r"kv_a_proj_with_mqa.weight in .* has shape \[40, 64\]"),
-    "expert": ({"model.layers.1.mlp.experts.7.up_proj.weight": None}, {}, "experts.7.up_proj.weight is missing"),
-    "groups": ({}, {"n_group": 3}, "'n_group' is 3, which does not divide 8 experts"),
+    "expert": ({"model.layers.1.mlp.experts.5.up_proj.weight": None}, {}, "experts.5.up_proj.weight is missing"),
+    "groups": ({}, {"n_group": 4}, "'n_group' is 4, which does not divide 6 experts"),
 }
 
 
