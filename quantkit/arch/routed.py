@@ -71,7 +71,7 @@ class SharedAndRouted:
                 f"config.json: 'moe_layer_freq' is {config['moe_layer_freq']!r}, but transformers puts experts into "
                 "every layer after the first dense ones, and so must the model; use another engine"
             )
-        if layer < config.get("first_k_dense_replace", self.dense):
+        if layer < self._dense_layers(config):
             return DENSE[2:]
         count = size(config, "n_routed_experts", MOST_EXPERTS, self.count)
         per_token = _chosen(config, count, self.per_token)
@@ -80,6 +80,12 @@ class SharedAndRouted:
         shared = width * size(config, "n_shared_experts", default=self.shared)
         routed = mlp_stages("mlp.experts.{}", experts=experts, width=width)
         return routed + mlp_stages("mlp.shared_experts", "shared_", width=shared)
+
+    def _dense_layers(self, config: Config) -> int:
+        value = config.get("first_k_dense_replace", self.dense)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise InputError(f"config.json: 'first_k_dense_replace' is {value!r}, but must be a whole number from 0 on")
+        return value
 
 
 _GLM4 = SharedAndRouted(CorrectedRouting(), dense=1, count=128, per_token=8, shared=1, width=1408)

@@ -45,6 +45,7 @@ def test_what_is_read() -> None:
         (V2, {"norm_topk_prob": True}, "'norm_topk_prob' is true"),
         (V3, {"routed_scaling_factor": "2"}, "'routed_scaling_factor' is '2', but must be a number"),
         (V3, {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
+        (V3, {"first_k_dense_replace": None}, "'first_k_dense_replace' is None, but must be a whole number from 0"),
         (V3, {"n_shared_experts": 0}, "'n_shared_experts' is 0"),
         (V3, {"qk_rope_head_dim": 7}, "'qk_rope_head_dim' is 7, but numbers turn in pairs"),
         (V3, {"kv_lora_rank": None}, "'kv_lora_rank' is None"),
