@@ -52,7 +52,7 @@ def attend_latents(
     _check_batch(q, page_table, context_lengths, query_starts)
     tokens, heads, width = q.shape
     out = torch.zeros(tokens, heads, rank, dtype=q.dtype, device=q.device)
-    sequences, blocks = page_table.shape[0], triton.cdiv(max_queries * heads, BLOCK_M)
+    sequences, blocks = page_table.shape[0], -(-max_queries * heads // BLOCK_M)
     if tokens == 0 or sequences == 0:
         return out
     page = cache.shape[2]
@@ -92,7 +92,7 @@ def attend_latents(
 
 def _choose_splits(programs: int, reach: int, device: torch.device) -> int:
     """Enough parts for two programs on every multiprocessor; none is less than a tile."""
-    tiles = max(1, triton.cdiv(reach, BLOCK_N))
+    tiles = max(1, -(-reach // BLOCK_N))
     return max(1, min(2 * card_of(device).processors // programs, tiles, MOST_SPLITS))
 
 
