@@ -110,7 +110,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 2047,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "deepseek-v3": {  # no family here: for the arithmetic of its cache
+    "deepseek-v3": {
         "model_type": "deepseek_v3",
         "vocab_size": 129280,
         "hidden_size": 7168,

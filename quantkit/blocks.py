@@ -151,6 +151,7 @@ class BlockRunner:
         assert isinstance(blocks, nn.ModuleList)
         self.blocks = blocks
         self._modules = _modules_by_block(checkpoint, family.blocks)
+        self._precise = set(family.in_float32(checkpoint.config))
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -191,7 +192,7 @@ class BlockRunner:
         for name in plain:
             tensor = self.checkpoint.tensor(name).to(self.device)
             require_finite(name, tensor)
-            weights[name.removeprefix(prefix)] = tensor.to(self.dtype)
+            weights[name.removeprefix(prefix)] = tensor.to(torch.float32 if name in self._precise else self.dtype)
         for module in quantized:
             decoded = self.checkpoint.weight(module, self.dtype, self.device)
             weights[f"{module.removeprefix(prefix)}.weight"] = decoded

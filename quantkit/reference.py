@@ -49,14 +49,15 @@ def load_reference(
         config = AutoConfig.for_model(**plain)
     except (KeyError, ValueError) as error:
         raise InputError(f"transformers cannot build model_type '{plain.get('model_type')}': {error}") from error
+    family = FAMILIES.get(config.model_type)
+    precise = set() if family is None else set(family.in_float32(plain))
     total = len(checkpoint.plain_names()) + len(checkpoint.formats)
     weights = {}
     for name, tensor in checkpoint.decoded(DTYPES[dtype]):
-        weights[name] = tensor
+        weights[name] = checkpoint.tensor(name) if name in precise else tensor
         on_tensor(name, total)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
-    family = FAMILIES.get(config.model_type)
     if family is not None:
         separate_experts(skeleton.get_submodule(family.blocks), family, plain)
     _check_names(skeleton, weights, checkpoint.folder, family)

@@ -43,7 +43,8 @@ def check_blocks(checkpoint: Checkpoint, family: Family) -> None:
                 f"tensor {name} in {checkpoint.folder} has shape {found}, but config.json asks for {wanted}"
             )
     for name in checkpoint.tensors:
-        if name.startswith(f"{family.blocks}.") and name not in expected and not is_computed(name):
+        known = name in expected or is_computed(name) or family.is_beyond(name, checkpoint.config)
+        if name.startswith(f"{family.blocks}.") and not known:
             raise InputError(f"{checkpoint.folder} has a tensor {name}, which config.json knows nothing of")
 
 

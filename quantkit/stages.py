@@ -43,9 +43,18 @@ class Fold:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router chooses experts by its logits, and how much each of the chosen counts."""
+    """How a router chooses experts by its logits, and how much each of the chosen counts.
 
-    normalized: bool = True  # softmax over all; the weights of the chosen ones are then divided by their sum
+    The meaning is `choose_experts` in `kernels/reference/experts.py`.
+    """
+
+    normalized: bool = True  # the scores of the chosen ones are divided by their sum
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # makes a score of each logit; softmax looks at all of them
+    corrected: bool = False  # a stored bias is added to the scores to choose by, and counts for nothing else
+    groups: int = 1  # neighbours of equal number; with `corrected` their two best count for them, else their best
+    groups_chosen: int = 1  # only their experts can be chosen
+    scale: float = 1.0  # of what the chosen ones count
+    float32: bool = False  # the logits are computed in it, whatever the model's dtype
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,11 @@ class Experts:
     router: str  # the module that chooses; never quantized
     routing: Routing = Routing()
 
+    @property
+    def correction(self) -> str | None:
+        """The bias of a router whose choice is corrected; never quantized, always float32."""
+        return f"{self.router}.e_score_correction_bias" if self.routing.corrected else None
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -66,7 +80,9 @@ class Stage:
     reads the tokens that the router sends it. All experts of a stage share the scheme.
     """
 
-    role: str  # what an engine asks for: `qkv`, `output`, `gate_up` and `down` in a dense layer
+    # What an engine asks for: `qkv`, `output`, `gate_up` and `down` in a dense layer. Latent attention has `q_b` and
+    # `kv_b` after its `qkv`, which are the linears that make queries and latents from hidden states.
+    role: str
     names: Group
     part: Part
     fold: Fold | None = None
@@ -77,7 +93,9 @@ class Stage:
     @property
     def linears(self) -> Group:
         """The names of all linears, those of every expert included."""
-        return tuple(name for stage in self.by_expert for name in stage.names)
+        if self.experts is None:
+            return self.names
+        return tuple(name.format(number) for number in range(self.experts.count) for name in self.names)
 
     @property
     def routed(self) -> bool:
@@ -118,6 +136,23 @@ def dense_stages(
         Stage("output", ("self_attn.o_proj",), attention, Fold("value", qkv[-1])),
         Stage("gate_up", gate_up, mlp, Fold("norm", mlp.norm)),
         Stage("down", ("mlp.down_proj",), mlp, Fold("up", gate_up[-1])),
+    )
+
+
+def latent_stages(*, from_hidden: bool, part: Part = ATTENTION) -> tuple[Stage, ...]:
+    """Latent attention; `from_hidden`: queries are made from hidden states, without a latent of their own.
+
+    What is kept of keys and values becomes them in kv_b, head by head: the rows of a head's key, then of its value. So
+    no scales of the output projection go there.
+    """
+    kv_a, kv_b = "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj"
+    queries = "self_attn.q_proj" if from_hidden else "self_attn.q_a_proj"
+    q_b = Stage("q_b", ("self_attn.q_b_proj",), part, Fold("norm", "self_attn.q_a_layernorm"))
+    return (
+        Stage("qkv", (queries, kv_a), part, Fold("norm", part.norm)),
+        *(() if from_hidden else (q_b,)),
+        Stage("kv_b", (kv_b,), part, Fold("norm", "self_attn.kv_a_layernorm")),
+        Stage("output", ("self_attn.o_proj",), part),
     )
 
 

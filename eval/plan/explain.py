@@ -55,9 +55,9 @@ def _weights(decoder: Decoder, found: FormatPlan) -> Iterator[Line]:
 def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Line]:
     fit, reserve, config = found.fit, plan.reserve, decoder.config
     assert reserve is not None
-    attention = decoder.attention_width
-    qkv = attention + 2 * config.kv_heads * config.head_dim
-    wide = f"max(3 x {config.token_channels:,}, {qkv:,} + 2 x {attention:,}) + 3 x {config.hidden:,}"
+    attention = config.attended
+    others = config.attention_numbers - 2 * attention
+    wide = f"max(3 x {config.token_channels:,}, {others:,} + 2 x {attention:,}) + 3 x {config.hidden:,}"
     yield "activations of a step", f"{STEP_TOKENS:,} tokens x ({wide}) x 2 bytes = {_gb(reserve.hidden)}"
     yield "a weight in 16 bit", f"{config.hidden:,} x {config.largest_width:,} x 2 x 2 bytes = {_gb(reserve.decoded)}"
     each = f"(512 rows x (2 + 12) bytes + {SEQUENCES} x 5 for penalties)"

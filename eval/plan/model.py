@@ -93,7 +93,15 @@ class Decoder:
 
     @property
     def attention_width(self) -> int:
-        return self.config.heads * self.config.head_dim
+        """Numbers of a query that meet a key, of all heads, and as many of a value; over latents the mean of both."""
+        latent = self.config.latent
+        return self.config.attended if latent is None else self.config.heads * (latent.rank + latent.rope // 2)
+
+    @property
+    def prompt_width(self) -> int:
+        """The same in a whole prompt, where making keys and values of all latents once takes fewer products."""
+        latent = self.config.latent
+        return self.config.attended if latent is None else self.config.heads * (latent.query + latent.value) // 2
 
 
 @dataclass(frozen=True)
@@ -143,10 +151,19 @@ def block_others(config: ModelConfig, raw: Config, layer: int) -> int:
     family = config.family
     stages, biased = family.stages(layer, raw), family.biased(layer, raw)
     norms = sum(1 if part.post_norm is None else 2 for part in {stage.part for stage in stages})
-    biases = sum(sum(config.outputs(stage)) for stage in stages if stage.linears[0] in biased)
-    routers = sum({stage.experts.router: stage.experts.count for stage in stages if stage.experts}.values())
+    biases = sum(
+        rows
+        for stage in stages
+        for name, rows in zip(stage.linears, config.outputs(stage), strict=True)
+        if name in biased
+    )
+    experts = {stage.experts for stage in stages if stage.experts}
+    routers = sum(each.count for each in experts)
+    corrections = sum(each.count for each in experts if each.correction)
     gates = len({stage.gate for stage in stages if stage.gate})
-    return config.hidden * (norms + routers + gates) + (2 * config.head_dim if family.qk_norm else 0) + biases
+    heads = 2 * config.head_dim if config.qk_norm else 0
+    latents = 0 if config.latent is None else config.latent.rank + (config.latent.query_rank or 0)  # norms of these
+    return config.hidden * (norms + routers + gates) + heads + biases + corrections + latents
 
 
 def _decoder(raw: Config) -> Decoder:
@@ -169,8 +186,9 @@ def _decoder(raw: Config) -> Decoder:
 
 
 def _cache(config: Config, known: ModelConfig | None) -> Cache:
-    if all(config.get(key) for key in _LATENT_KEYS):
-        rank, rope = (_whole(config, key) for key in _LATENT_KEYS)
+    latent = None if known is None else known.latent
+    if latent is not None or all(config.get(key) for key in _LATENT_KEYS):
+        rank, rope = (latent.rank, latent.rope) if latent else (_whole(config, key) for key in _LATENT_KEYS)
         formula = f"kv_lora_rank {rank} + qk_rope_head_dim {rope}"
         return Cache("MLA", rank + rope, (None,) * _whole(config, "num_hidden_layers"), formula)
     heads = _whole(config, "num_attention_heads")

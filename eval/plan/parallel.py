@@ -227,7 +227,8 @@ def plan_parallel(
 
 def _spread(decoder: Decoder, chosen: Chosen, gpu: Gpu, question: Question, layouts: Sequence[Ranks]) -> SpreadFormat:
     cache = spread(decoder, chosen, Ranks(), gpu, question).stages[0].shard.cache
-    one = Ceiling(cache, decoder.attention_width, weigh(chosen, decoder), gpu, question.itemsize)
+    width, prompts = decoder.attention_width, decoder.prompt_width
+    one = Ceiling(cache, width, weigh(chosen, decoder), gpu, question.itemsize, prompts)
     spreads = {ranks: spread(decoder, chosen, ranks, gpu, question) for ranks in layouts}
     for ranks in (other for asked in layouts for other in (Ranks(asked.world), Ranks(1, asked.world))):
         if ranks not in spreads:
@@ -251,7 +252,8 @@ def _stages(decoder: Decoder, chosen: Chosen, ranks: Ranks, gpu: Gpu, question: 
         room = fit(
             gpu, part.weights, reserve_of(part.decoder, ranks.tensor), part.cache, question.itemsize, question.context
         )
-        ceiling = Ceiling(part.cache, part.decoder.attention_width, part.weights, gpu, question.itemsize)
+        width, prompts = part.decoder.attention_width, part.decoder.prompt_width
+        ceiling = Ceiling(part.cache, width, part.weights, gpu, question.itemsize, prompts)
         yield Stage(part, room, ceiling)
 
 

@@ -149,7 +149,8 @@ def plan_serving(
 def _formats(
     model: PlannedModel, decoder: Decoder, rows: Sequence[WeightPlan], gpu: Gpu, question: Question, reserve: Reserve
 ) -> tuple[FormatPlan, ...]:
-    ceilings = [Ceiling(model.cache, decoder.attention_width, row, gpu, question.itemsize) for row in rows]
+    widths = decoder.attention_width, decoder.prompt_width
+    ceilings = [Ceiling(model.cache, widths[0], row, gpu, question.itemsize, widths[1]) for row in rows]
     context = question.context
     return tuple(
         FormatPlan(

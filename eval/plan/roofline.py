@@ -49,6 +49,7 @@ class Ceiling:
     weights: WeightPlan
     gpu: Gpu
     cache_itemsize: int = 2  # bytes of a number in the cache
+    prompt_width: int | None = None  # of attention in whole prompts; None: as in a step
 
     @property
     def linear_seconds(self) -> float:
@@ -73,7 +74,8 @@ class Ceiling:
 
     def prefill_seconds(self, prompt: int, batch: int = 1) -> float:
         """To compute whole prompts; of each, lm_head sees the last token only."""
-        attention = self.attention_operations(self.cache.seen_in_prompt(prompt)) / self.gpu.bf16
+        width = self.attention_width if self.prompt_width is None else self.prompt_width
+        attention = 4 * width * self.cache.seen_in_prompt(prompt) / self.gpu.bf16
         head = self.weights.head_operations / self.gpu.bf16
         computed = batch * (prompt * (self.linear_seconds - head) + head + attention)
         return max(computed, self.weights.read_for(batch * prompt) / self.gpu.bandwidth)

@@ -131,5 +131,6 @@ def _weigh(local: Decoder, chosen: Chosen, ranks: Ranks) -> WeightPlan:
 
 def _cache(local: Decoder) -> Cache:
     config = local.config
-    formula = f"2 x {config.kv_heads} kv heads x {config.head_dim}"
-    return Cache("rank", 2 * config.kv_heads * config.head_dim, config.windows, formula)
+    kinds, heads, width = config.cache_entry
+    formula = f"a latent and its key of {width}" if config.latent else f"{kinds} x {heads} kv heads x {width}"
+    return Cache("rank", config.kept_numbers, config.windows, formula)

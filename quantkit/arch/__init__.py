@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from quantkit.arch.dense import GEMMA2, GEMMA3_TEXT, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from quantkit.arch.family import Family
-from quantkit.arch.routed import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from quantkit.arch.latent import DEEPSEEK_V2, DEEPSEEK_V3
+from quantkit.arch.routed import GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from quantkit.arch.sizes import Config
 from quantkit.errors import InputError, did_you_mean
 
 __all__ = [
+    "DEEPSEEK_V2",
+    "DEEPSEEK_V3",
     "FAMILIES",
     "GEMMA2",
     "GEMMA3_TEXT",
+    "GLM4_MOE",
     "LLAMA",
     "MISTRAL",
     "MIXTRAL",
@@ -30,8 +34,9 @@ __all__ = [
     "family_of",
 ]
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3_TEXT, PHI3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
-FAMILIES = {family.model_type: family for family in _ALL}
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3_TEXT, PHI3)
+_ROUTED = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = {family.model_type: family for family in _DENSE + _ROUTED}
 
 
 def family_of(config: Config) -> Family:

@@ -68,6 +68,7 @@ PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     layout=dense_stages(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    norm_eps=1e-5,
     rope="partial",
     longrope_aliases=("su", "yarn"),
     sliding="all",

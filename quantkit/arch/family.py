@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.arch.sizes import MOST_LAYERS, Config, size
+from quantkit.arch.sizes import MOST_LAYERS, Config, LatentSizes, latent_sizes, size
 from quantkit.stages import Fold, Group, Stage, dense_stages
 
 DENSE = dense_stages()
+LATENT_EPS = 1e-6  # whatever `rms_norm_eps` says
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,21 @@ class Family:
     # linear and every residual part must be there.
     layout: tuple[Stage, ...] | Callable[[int, Config], tuple[Stage, ...]] = DENSE
     norm_offset: float = 0.0  # added to the stored norm weight; where it is 1, the norm multiplies in float32
+    latent: bool = False  # attention of `latent_stages`; its own norms have `LATENT_EPS`
+    norm_eps: float = 1e-6
     qk_norm: bool = False  # RMS norms `self_attn.q_norm` and `k_norm` over each head, before rope
-    # config: `attention_bias`, which covers o_proj as well. unless: `qkv_bias`, true where config.json is silent.
-    qkv_bias: Literal["never", "always", "config", "unless"] = "never"
-    mlp_bias: Literal["never", "config"] = "never"  # config: `mlp_bias`
+    qk_norm_key: str | None = None  # of config.json, where that says whether there are some
+    # config: `attention_bias`, which covers o_proj as well; inputs: the same without o_proj. unless: `qkv_bias`, true
+    # where config.json is silent.
+    qkv_bias: Literal["never", "always", "config", "inputs", "unless"] = "never"
+    mlp_bias: Literal["never", "config"] = "never"  # config: `mlp_bias`, of all MLPs but experts
     activation: str = "silu"
     activation_key: str = "hidden_act"
     # one: all layers alike. partial: only the first `partial_rotary_factor` of each head is rotated. per-layer-type:
     # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
     rope: Literal["one", "partial", "per-layer-type"] = "one"
     rope_theta: float = 10_000.0
+    partial_rotary_factor: float = 1.0
     longrope_aliases: tuple[str, ...] = ()  # rope types that mean `longrope` in older files of this family
     # switched: all layers, only under `use_sliding_window`. upper: the same from layer `max_window_layers` on. lower:
     # the same for every second layer below. alternating: all layers but every `full_every`-th. In the last three,
@@ -76,17 +82,50 @@ class Family:
         roles: tuple[str, ...] = ()
         if self.qkv_bias == "always" or (self.qkv_bias == "unless" and config.get("qkv_bias", True)):
             roles = ("qkv",)
-        elif self.qkv_bias == "config" and config.get("attention_bias"):
-            roles = ("qkv", "output")
+        elif self.qkv_bias in ("config", "inputs") and config.get("attention_bias"):
+            roles = ("qkv", "output") if self.qkv_bias == "config" else ("qkv",)
         if self.mlp_bias == "config" and config.get("mlp_bias"):
-            roles += ("gate_up", "down")
-        return tuple(name for stage in self.stages(layer, config) if stage.role in roles for name in stage.linears)
+            roles += ("gate_up", "down", "shared_gate_up", "shared_down")
+        stages = [stage for stage in self.stages(layer, config) if stage.role in roles and not stage.experts]
+        never = "self_attn.q_proj" if self.latent else None
+        return tuple(name for stage in stages for name in stage.names if name != never)
+
+    def is_beyond(self, name: str, config: Config) -> bool:
+        """Whether a tensor is of a layer after the last one, made to guess tokens: nobody here runs it."""
+        layer = name.removeprefix(f"{self.blocks}.").partition(".")[0]
+        layers, more = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
+        return name.startswith(f"{self.blocks}.") and layer.isdecimal() and layers <= int(layer) < layers + more
+
+    def in_float32(self, config: Config) -> list[str]:
+        """Tensors that an engine keeps in float32 whatever the model's dtype: what such routers compute with."""
+        found = []
+        for layer in range(size(config, "num_hidden_layers", MOST_LAYERS)):
+            for experts in {stage.experts for stage in self.stages(layer, config) if stage.experts}:
+                names = [f"{experts.router}.weight"] if experts.routing.float32 else []
+                names += [experts.correction] if experts.correction else []
+                found += [f"{self.blocks}.{layer}.{name}" for name in names]
+        return found
+
+    def has_qk_norm(self, config: Config) -> bool:
+        return self.qk_norm if self.qk_norm_key is None else bool(config.get(self.qk_norm_key))
 
     def tied(self, config: Config) -> bool:
         """Whether lm_head is the embedding matrix. Gemma's config.json is silent and means yes."""
         return bool(config.get("tie_word_embeddings", self.tie_word_embeddings))
 
+    def latent_sizes(self, config: Config) -> LatentSizes | None:
+        return latent_sizes(config) if self.latent else None
+
+    def decoded_at_load(self, config: Config) -> list[str]:
+        """Linears that an engine does not run as such: of latent attention, what makes keys and values."""
+        layers = range(size(config, "num_hidden_layers", MOST_LAYERS))
+        stages = [(layer, stage) for layer in layers for stage in self.stages(layer, config)]
+        return [module for layer, stage in stages if stage.role == "kv_b" for module in self.modules(layer, stage)]
+
     def size_of_head(self, config: Config) -> int:
+        """Of latent attention: what turns."""
+        if self.latent:
+            return latent_sizes(config).rope
         given: int | None = config.get("head_dim") or self.head_dim
         return given or size(config, "hidden_size") // size(config, "num_attention_heads")
 

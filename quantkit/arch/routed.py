@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from quantkit.arch.family import DENSE, Family
+from quantkit.arch.routing import CorrectedRouting
 from quantkit.arch.sizes import Config, size
 from quantkit.errors import InputError
 from quantkit.stages import Experts, Part, Routing, Stage, mlp_stages
@@ -44,11 +47,60 @@ def _qwen2_moe(layer: int, config: Config) -> tuple[Stage, ...]:
     return stages + mlp_stages("mlp.shared_expert", "shared_", width=width, gate="mlp.shared_expert_gate")
 
 
+class ReadRouting(Protocol):
+    def read(self, config: Config, experts: int, per_token: int) -> Routing: ...
+
+
+@dataclass(frozen=True)
+class SharedAndRouted:
+    """The MLPs of DeepSeek's layers: dense in the first, then experts beside one MLP of all shared experts.
+
+    The numbers are what a silent config.json means.
+    """
+
+    routing: ReadRouting
+    dense: int  # layers
+    count: int
+    per_token: int | None
+    shared: int
+    width: int
+
+    def stages(self, layer: int, config: Config) -> tuple[Stage, ...]:
+        if config.get("moe_layer_freq", 1) != 1:
+            raise InputError(
+                f"config.json: 'moe_layer_freq' is {config['moe_layer_freq']!r}, but transformers puts experts into "
+                "every layer after the first dense ones, and so must the model; use another engine"
+            )
+        if layer < self._dense_layers(config):
+            return DENSE[2:]
+        count = size(config, "n_routed_experts", MOST_EXPERTS, self.count)
+        per_token = _chosen(config, count, self.per_token)
+        experts = Experts(count, per_token, "mlp.gate", self.routing.read(config, count, per_token))
+        width = size(config, "moe_intermediate_size", default=self.width)
+        shared = width * size(config, "n_shared_experts", default=self.shared)
+        routed = mlp_stages("mlp.experts.{}", experts=experts, width=width)
+        return routed + mlp_stages("mlp.shared_experts", "shared_", width=shared)
+
+    def _dense_layers(self, config: Config) -> int:
+        value = config.get("first_k_dense_replace", self.dense)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise InputError(f"config.json: 'first_k_dense_replace' is {value!r}, but must be a whole number from 0 on")
+        return value
+
+
+_GLM4 = SharedAndRouted(CorrectedRouting(), dense=1, count=128, per_token=8, shared=1, width=1408)
+
+
+def _glm4_moe(layer: int, config: Config) -> tuple[Stage, ...]:
+    return DENSE[:2] + _GLM4.stages(layer, config)
+
+
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     layout=_mixtral,
     rope_theta=1_000_000.0,
+    norm_eps=1e-5,
     sliding="all",
     renamed=(("block_sparse_moe", "mlp"),),
 )
@@ -67,6 +119,17 @@ QWEN3_MOE = Family(
     sliding_window=4096,
 )
 
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    layout=_glm4_moe,
+    qk_norm_key="use_qk_norm",
+    qkv_bias="inputs",
+    norm_eps=1e-5,
+    rope="partial",
+    partial_rotary_factor=0.5,
+)
+
 
 def _experts(config: Config, default: int) -> int:
     """Of a layer; versions of transformers differ in how they call it."""
@@ -74,7 +137,7 @@ def _experts(config: Config, default: int) -> int:
     return size(config, key, MOST_EXPERTS, default)
 
 
-def _chosen(config: Config, count: int, default: int) -> int:
+def _chosen(config: Config, count: int, default: int | None) -> int:
     """Experts of a token."""
     chosen = size(config, "num_experts_per_tok", default=default)
     if chosen > count:

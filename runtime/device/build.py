@@ -97,6 +97,7 @@ def check_kernels(
     from quantkit.kernels.attention.cache import CacheLayout
     from quantkit.kernels.card import card_of
 
-    plan = plan_card(card_of(options.torch_device), formats, options.kv_dtype, has_experts=config.has_experts)
+    card, latent = card_of(options.torch_device), config.latent is not None
+    plan = plan_card(card, formats, options.kv_dtype, has_experts=config.has_experts, has_latent=latent)
     CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
     return plan

@@ -38,11 +38,24 @@ class CardPlan:
         return bool(table_of(file_name(self.card.name)))
 
 
-def plan_card(card: Card, formats: Iterable[Format], kv_dtype: str = "auto", *, has_experts: bool = False) -> CardPlan:
+def plan_card(
+    card: Card,
+    formats: Iterable[Format],
+    kv_dtype: str = "auto",
+    *,
+    has_experts: bool = False,
+    has_latent: bool = False,
+) -> CardPlan:
     """Refuses what a GPU cannot do, in a line that says what to do instead.
 
-    `formats`: one for each quantized layer; `has_experts`: whether a layer of the model has some.
+    `formats`: one for each quantized layer; `has_experts`: whether a layer of the model has some; `has_latent`: whether
+    its attention is latent.
     """
+    if has_latent:
+        raise InputError(
+            "the model has latent attention, which quantkit has no GPU kernels for yet; use --device cpu, or another "
+            "engine"
+        )
     if has_experts:
         raise InputError(
             "the model has experts, which quantkit has no GPU kernels for yet; use --device cpu, or another engine"

@@ -26,7 +26,8 @@ def _allocate(
     config: ModelConfig, num_pages: int, page_size: int, kept: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> KvCache:
     """Keys and values of a model of this dtype, kept in another where `kept` is one."""
-    shape = (config.layers, 2, num_pages, config.kv_heads, page_size, config.head_dim)
+    kinds, heads, width = config.cache_entry
+    shape = (config.layers, kinds, num_pages, heads, page_size, width)
     pages = torch.empty(shape, dtype=kept, device=device)
     pages.view(torch.uint8)[:, :, PADDING_PAGE] = 0  # it must hold numbers: padding reads it
-    return KvCache(pages, torch.ones(config.kv_heads, device=device) if kept != dtype else None)
+    return KvCache(pages, torch.ones(heads, device=device) if kept != dtype else None)

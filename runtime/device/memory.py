@@ -14,6 +14,7 @@ from quantkit.runtime.device.decode_graphs import padded_guesses
 from quantkit.runtime.device.host_pages import DEVICE_BYTES, room_for
 from quantkit.runtime.device.prompt_graphs import TOKENS
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.weight_sizes import tensor_bytes
 from quantkit.runtime.sampling.rejection import VERIFIED_BYTES
 from quantkit.runtime.sampling.sampler import SAMPLED_ROWS, SHAPED_BYTES, TABLE_BYTES
 from quantkit.wording import human_bytes
@@ -154,26 +155,20 @@ def available_memory(device: torch.device, share: float) -> int:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """What the weights take on the device: quantized parts as stored, others in the dtype of the activations."""
-    plain = set(checkpoint.plain_names())
-    total = 0
-    for name, stored in checkpoint.tensors.items():
-        count = torch.Size(stored.info.shape).numel()
-        total += count * dtype.itemsize if name in plain else stored.nbytes
-    return total
+    """What the weights take on the device."""
+    return sum(tensor_bytes(checkpoint, dtype).values())
 
 
 def _page_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
     kept = KV_DTYPES[options.kv_dtype] or dtype
-    return 2 * config.layers * config.kv_heads * options.page_size * config.head_dim * kept.itemsize
+    return config.layers * config.kept_numbers * options.page_size * kept.itemsize
 
 
 def _activation_bytes(
     config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: ModelConfig | None
 ) -> int:
     """The most that one step holds at a time, estimated from the sizes of its tensors."""
-    qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
-    width = max(3 * config.token_channels, qkv + 2 * config.heads * config.head_dim) + 3 * config.hidden
+    width = max(3 * config.token_channels, config.attention_numbers) + 3 * config.hidden
     hidden = options.budget * width * dtype.itemsize
     decoded = config.hidden * config.largest_width * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
     on_gpu = options.torch_device.type == "cuda"
@@ -200,7 +195,7 @@ def _logits_bytes(vocab: int, dtype: torch.dtype, options: EngineOptions, drafte
 
 def _graph_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
     """All graphs of a model share the memory of the largest one."""
-    width = 4 * config.token_channels + 4 * config.hidden + 4 * config.heads * config.head_dim
+    width = 4 * config.token_channels + 4 * config.hidden + 4 * config.attended
     decoded = config.hidden * config.largest_width * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
     rows = max(options.sequences * 4, TOKENS[-1])
     return rows * width * dtype.itemsize + decoded + (64 << 20)

@@ -43,7 +43,7 @@ def make_self_draft(
     def load(whole: Weights) -> Weights:
         return replace(whole, blocks=load_blocks(rounded, config, dtype, device))
 
-    return DraftModel(raw=target.config, config=config, load=load, size=rounded.nbytes(config))
+    return DraftModel(raw=target.config, config=config, load=load, size=rounded.nbytes(config, dtype))
 
 
 class _Rounded(Checkpoint):
@@ -73,13 +73,16 @@ class _Rounded(Checkpoint):
             weight = self._whole.tensor(f"{module}.weight").to(device).float()
         return self._round(weight, self.formats[module])
 
-    def nbytes(self, config: ModelConfig) -> int:
+    def nbytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
         """Of the layers that exist twice."""
-        total = 0
+        total, decoded = 0, set(config.family.decoded_at_load(self.config))
         for layer, stages in enumerate(config.stages):
             for stage in stages:
                 for module, rows in zip(config.family.modules(layer, stage), config.outputs(stage), strict=True):
                     fmt = self.formats.get(module)
+                    if fmt is not None and module in decoded:
+                        total += rows * config.inputs(stage) * dtype.itemsize
+                        continue
                     parts = {} if fmt is None else fmt.parts((rows, config.inputs(stage)))
                     total += sum(
                         part.dtype.itemsize * torch.Size(part.shape).numel()

@@ -23,9 +23,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class KvCache:
-    """Keys and values of all layers: one tensor, so that a page is copied at once."""
+    """Keys and values of all layers: one tensor, so that a page is copied at once.
 
-    pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]
+    Latents are keys and values in one: 1 instead of 2, and one head.
+    """
+
+    pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]; see `ModelConfig.cache_entry`
     scale: Tensor | None = None  # float32 [kv_heads], of an 8-bit cache
 
     @property

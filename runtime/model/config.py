@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from quantkit.arch import Config, Family, family_of
+from quantkit.arch.sizes import LatentSizes
 from quantkit.errors import InputError
 from quantkit.stages import Stage
 
 ROLES = ("qkv", "output", "gate_up", "down")  # of the stages of a dense layer
-ROUTED = ("gate_up", "down")  # of those, the ones that a layer with experts has once for every expert
+LATENT = (("qkv", "kv_b", "output"), ("qkv", "q_b", "kv_b", "output"))  # of those of latent attention
+ROUTED = ("gate_up", "down")  # what a layer with experts has once for every expert
 SHARED = ("shared_gate_up", "shared_down")  # that every token runs through beside its experts, where the family has it
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 
@@ -24,11 +28,13 @@ class ModelConfig:
     hidden: int
     intermediate: int
     heads: int
-    kv_heads: int
-    head_dim: int
+    kv_heads: int  # 1 in latent attention
+    head_dim: int  # in latent attention, of what turns
+    latent: LatentSizes | None  # None: heads have keys and values of their own
     max_positions: int
     windows: tuple[int | None, ...]  # of every layer: how many tokens it sees; None: all
-    stages: tuple[tuple[Stage, ...], ...]  # of every layer, in the order of `ROLES`, then of `SHARED`
+    stages: tuple[tuple[Stage, ...], ...]  # of every layer: of attention, then of the MLP, then of `SHARED`
+    qk_norm: bool
     activation: str
     norm_eps: float
     attention_scale: float
@@ -68,10 +74,45 @@ class ModelConfig:
         """Between gate_up and down of a stage's MLP."""
         return stage.width or self.intermediate
 
+    @property
+    def attended(self) -> int:
+        """What the output projection reads of a token."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value)
+
+    @property
+    def attention_numbers(self) -> int:
+        """That attention holds of a token: what its first linear gives, what meets the cache, what comes out."""
+        if self.latent is None:
+            return (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.attended
+        in_latents = self.heads * (self.latent.kept + self.latent.rank)
+        return sum(self._latent_outputs["qkv"]) + self.heads * self.latent.query + in_latents + self.attended
+
+    @property
+    def cache_entry(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token: how many of how many heads of how many numbers.
+
+        Keys and values are two; a latent is both.
+        """
+        return (2, self.kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.kept)
+
+    @property
+    def kept_numbers(self) -> int:
+        """That a layer keeps of a token."""
+        return math.prod(self.cache_entry)
+
+    @cached_property
+    def _latent_outputs(self) -> dict[str, tuple[int, ...]]:
+        if self.latent is None:
+            return {}
+        queries, keys_values = self.heads * self.latent.query, self.heads * (self.latent.plain + self.latent.value)
+        first = self.latent.query_rank or queries
+        return {"qkv": (first, self.latent.kept), "q_b": (queries,), "kv_b": (keys_values,)}
+
     def outputs(self, stage: Stage) -> tuple[int, ...]:
         """Of each linear of a stage, those of all experts included; a fused one has those of all that it joins."""
         queries, keys, width = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.width(stage)
         sizes = {"qkv": (queries, keys, keys), "gate_up": (width, width), "shared_gate_up": (width, width)}
+        sizes |= self._latent_outputs
         outputs = sizes.get(stage.role, (self.hidden,))
         once = outputs if len(outputs) == len(stage.names) else (sum(outputs),)
         return once if stage.experts is None else once * stage.experts.count
@@ -79,7 +120,9 @@ class ModelConfig:
     def inputs(self, stage: Stage) -> int:
         """That the linears of a stage read."""
         if stage.role == "output":
-            return self.heads * self.head_dim
+            return self.attended
+        if self.latent is not None and stage.role in ("q_b", "kv_b"):
+            return (self.latent.query_rank or self.hidden) if stage.role == "q_b" else self.latent.rank
         return self.width(stage) if stage.role in ("down", "shared_down") else self.hidden
 
 
@@ -90,21 +133,23 @@ def read_model_config(config: Config, generation: Config | None = None) -> Model
     layers = _whole(config, "num_hidden_layers")
     head_dim = family.size_of_head(config)
     hidden = _whole(config, "hidden_size")
-    scalar = config.get("query_pre_attn_scalar", family.query_pre_attn_scalar) or head_dim
+    latent = family.latent_sizes(config)
     return ModelConfig(
         family=family,
         vocab=_whole(config, "vocab_size"),
         hidden=hidden,
         intermediate=_whole(config, "intermediate_size"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
+        kv_heads=1 if latent else config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
+        latent=latent,
         max_positions=_whole(config, "max_position_embeddings"),
         windows=tuple(family.window(config, layer) for layer in range(layers)),
         stages=tuple(_stages(family, layer, config) for layer in range(layers)),
+        qk_norm=family.has_qk_norm(config),
         activation=_activation(config, family),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        attention_scale=(scalar if family.query_pre_attn_scalar else head_dim) ** -0.5,
+        norm_eps=float(config.get("rms_norm_eps", family.norm_eps)),
+        attention_scale=_attention_scale(config, family, latent),
         attention_cap=_cap(config, "attn_logit_softcapping", family.attn_logit_softcapping),
         logit_cap=_cap(config, "final_logit_softcapping", family.final_logit_softcapping),
         embedding_scale=hidden**0.5 if family.scaled_embedding else None,
@@ -121,16 +166,35 @@ def _entries(stages: tuple[Stage, ...]) -> Iterator[Stage]:
 def _stages(family: Family, layer: int, config: Config) -> tuple[Stage, ...]:
     """Refuses a layer that the decoder cannot run."""
     stages = family.stages(layer, config)
-    roles = tuple(stage.role for stage in stages)
+    attention = tuple(stage.role for stage in stages if stage.part.kind == "attention")
+    mlp = tuple(stage.role for stage in stages[len(attention) :])
     routed = tuple(stage.role for stage in stages if stage.experts)
-    if (roles, routed) not in ((ROLES, ()), (ROLES, ROUTED), (ROLES + SHARED, ROUTED)):
+    known = attention in (LATENT if family.latent else (ROLES[:2],))
+    if not known or (mlp, routed) not in ((ROUTED, ()), (ROUTED, ROUTED), (ROUTED + SHARED, ROUTED)):
         found = ", ".join(f"{stage.role} (experts)" if stage.experts else stage.role for stage in stages)
         raise InputError(
             f"model_type '{family.model_type}' cannot be run: layer {layer} consists of {found}, and the runtime runs "
-            f"layers of {', '.join(ROLES)} only, where the last two may be of experts with {' and '.join(SHARED)} "
-            "beside them; use another engine"
+            f"layers of {', '.join(ROLES)} only, where the last two may be of experts with "
+            f"{' and '.join(SHARED)} beside them; use another engine"
         )
     return stages
+
+
+def _attention_scale(config: Config, family: Family, latent: LatentSizes | None) -> float:
+    if latent is not None:
+        return float(latent.query**-0.5) * _yarn_scale(config)
+    scalar = config.get("query_pre_attn_scalar", family.query_pre_attn_scalar)
+    head = family.size_of_head(config)
+    return float((scalar or head if family.query_pre_attn_scalar else head) ** -0.5)
+
+
+def _yarn_scale(config: Config) -> float:
+    """What `mscale_all_dim` makes of all scores, where rope only makes the turned numbers larger."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor, spread = rope.get("factor"), rope.get("mscale_all_dim")
+    if rope.get("rope_type", rope.get("type", "default")) == "default" or not spread or not factor or factor <= 1:
+        return 1.0
+    return float((0.1 * spread * math.log(factor) + 1.0) ** 2)
 
 
 def _whole(config: Config, key: str) -> int:

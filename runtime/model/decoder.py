@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.arch.family import LATENT_EPS
+from quantkit.kernels.reference import latent
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Weights
@@ -69,7 +71,8 @@ class Decoder:
         x: Tensor = ops.rms_norm(residual, blocks[0].before_attention, config.norm_eps, plus_one=config.plus_one)
         following = [*(block.before_attention for block in blocks[1:]), self.weights.norm]
         for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
-            x = self._attention(layer, block, x, batch, cache)
+            attention = self._attention if block.latent is None else self._latent_attention
+            x = attention(layer, block, x, batch, cache)
             x = self._add(x, block.after_attention, residual, block.before_mlp)
             x = block.mlp(x, self._dense_mlp)
             x = self._add(x, block.after_mlp, residual, next_norm)
@@ -137,6 +140,40 @@ class Decoder:
             scratch=self._scratch,
         )
         return self._whole(block.output, attended.flatten(1))
+
+    def _latent_attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
+        sizes, own = self.config.latent, block.latent
+        assert sizes is not None
+        assert own is not None
+        q, kept = block.qkv(x).split((block.qkv.outputs - sizes.kept, sizes.kept), dim=1)
+        if own.q_b is not None:
+            q = own.q_b(self._ops.rms_norm(q, own.q_norm, LATENT_EPS))
+        latents, turning = kept.split((sizes.rank, sizes.rope), dim=1)
+        kept = torch.cat((self._ops.rms_norm(latents, own.kv_norm, LATENT_EPS), turning), dim=1)
+        table, pages = self._tables[layer], cache.pages[layer, 0]
+        q = latent.rotate_latent(
+            q.unflatten(1, (-1, sizes.query)),
+            kept,
+            batch.positions,
+            table.cos,
+            table.sin,
+            batch.kv_slots,
+            pages,
+            interleaved=sizes.interleaved,
+            scales=cache.scale,
+        )
+        attended = latent.attend_latents(
+            latent.into_latents(q, own.key_up),
+            pages,
+            batch.page_table,
+            batch.context_lengths,
+            batch.query_starts,
+            rank=sizes.rank,
+            scale=self.config.attention_scale,
+            cache_scale=cache.scale,
+            ancestors=batch.ancestors,
+        )
+        return self._whole(block.output, latent.out_of_latents(attended, own.value_up).flatten(1))
 
     def _dense_mlp(self, mlp: DenseMlp, x: Tensor) -> Tensor:
         return self._whole(mlp.down, self._ops.gated_activation(mlp.gate_up(x), self.config.activation))

@@ -29,6 +29,7 @@ class ExpertMlp:
     per_token: int
     routing: Routing
     shared: SharedExpert | None
+    correction: Tensor | None = None  # float32 [experts], where the routing has one
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -37,9 +38,22 @@ class ExpertMlp:
         return tuple(linear for mlp in mlps for linear in mlp.linears)
 
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
-        chosen, weights = choose_experts(self.router(x), self.per_token, normalized=self.routing.normalized)
+        chosen, weights = self._choice(x)
         routed = sum_of_experts(x, chosen, weights, [partial(run, expert) for expert in self.experts])
         if self.shared is None:
             return routed
         gate = None if self.shared.gate is None else self.shared.gate(x)
         return add_shared_expert(routed, run(self.shared.mlp, x), gate)
+
+    def _choice(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.routing
+        return choose_experts(
+            self.router(x.float() if routing.float32 else x),
+            self.per_token,
+            normalized=routing.normalized,
+            scoring=routing.scoring,
+            correction=self.correction,
+            groups=routing.groups,
+            groups_chosen=routing.groups_chosen,
+            scale=routing.scale,
+        )

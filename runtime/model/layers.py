@@ -85,6 +85,17 @@ class Mlp(Protocol):
 
 
 @dataclass(frozen=True)
+class LatentProjections:
+    """Latent attention after the linear that reads hidden states, which gives queries, or their latent, and latents."""
+
+    q_norm: Tensor | None  # with `q_b`, where queries are made from a latent
+    q_b: Linear | None
+    kv_norm: Tensor
+    key_up: Tensor  # [heads, plain, rank]: kv_b decoded, because it is multiplied from both sides
+    value_up: Tensor  # [heads, value, rank]
+
+
+@dataclass(frozen=True)
 class Block:
     """One decoder block. Norms by role, whatever the family calls them."""
 
@@ -97,10 +108,12 @@ class Block:
     before_mlp: Tensor
     mlp: Mlp
     after_mlp: Tensor | None
+    latent: LatentProjections | None = None  # where attention is of that kind
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, *self.mlp.linears
+        q_b = () if self.latent is None or self.latent.q_b is None else (self.latent.q_b,)
+        return self.qkv, *q_b, self.output, *self.mlp.linears
 
 
 @dataclass(frozen=True)

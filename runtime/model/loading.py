@@ -9,11 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quantkit.arch.sizes import LatentSizes
 from quantkit.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.experts import ExpertMlp, SharedExpert
-from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
+from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.reader import Reader
@@ -84,18 +85,31 @@ class _BlockReader:
     ranks: Ranks
 
     def block(self) -> Block:
-        config, family = self.reader.config, self.reader.config.family
+        config = self.reader.config
         attention, mlp = self._stages["qkv"].part, self._stages["gate_up"].part
         return Block(
             before_attention=self._norm(attention.norm),
             qkv=self._linear(self._stages["qkv"]),
-            q_norm=self._norm("self_attn.q_norm", config.head_dim) if family.qk_norm else None,
-            k_norm=self._norm("self_attn.k_norm", config.head_dim) if family.qk_norm else None,
+            q_norm=self._norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=self._norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
             output=self._linear(self._stages["output"]),
             after_attention=None if attention.post_norm is None else self._norm(attention.post_norm),
             before_mlp=self._norm(mlp.norm),
             mlp=self._mlp(),
             after_mlp=None if mlp.post_norm is None else self._norm(mlp.post_norm),
+            latent=None if config.latent is None else self._latent(config.latent),
+        )
+
+    def _latent(self, sizes: LatentSizes) -> LatentProjections:
+        kv_b, q_b = self._stages["kv_b"], self._stages.get("q_b")
+        up = self.reader.decoded(self._full(kv_b.names[0]), self.reader.config.outputs(kv_b)[0], sizes.rank)
+        key_up, value_up = up.unflatten(0, (-1, sizes.plain + sizes.value)).split((sizes.plain, sizes.value), dim=1)
+        return LatentProjections(
+            q_norm=None if q_b is None else self._norm("self_attn.q_a_layernorm", sizes.query_rank),
+            q_b=None if q_b is None else self._linear(q_b),
+            kv_norm=self._norm("self_attn.kv_a_layernorm", sizes.rank),
+            key_up=key_up,
+            value_up=value_up,
         )
 
     @cached_property
@@ -118,7 +132,7 @@ class _BlockReader:
             config.outputs(stage),
             config.inputs(stage),
             self._shares.get(stage.role),
-            biased=stage.names[0] in self._biased,
+            biased=[self._full(name) for name in stage.names if name in self._biased],
         )
 
     def _mlp(self) -> Mlp:
@@ -127,8 +141,9 @@ class _BlockReader:
         mlps = tuple(self._dense_mlps())
         if experts is None:
             return mlps[0]
-        router = self._kept(experts.router, experts.count)
-        return ExpertMlp(router, mlps, experts.per_token, experts.routing, self._shared_expert())
+        routing = self._in_float32 if experts.routing.float32 else self
+        router = routing._kept(experts.router, experts.count)
+        return ExpertMlp(router, mlps, experts.per_token, experts.routing, self._shared_expert(), self._correction())
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
         """Of every expert; without experts, the only one."""
@@ -143,6 +158,16 @@ class _BlockReader:
         gate_up, down = self._stages["shared_gate_up"], self._stages["shared_down"]
         gate = None if gate_up.gate is None else self._kept(gate_up.gate, 1)
         return SharedExpert(DenseMlp(self._linear(gate_up), self._linear(down)), gate)
+
+    def _correction(self) -> Tensor | None:
+        experts = self._stages["gate_up"].experts
+        if experts is None or experts.correction is None:
+            return None
+        return self._in_float32.reader.tensor(self._full(experts.correction), (experts.count,))
+
+    @property
+    def _in_float32(self) -> _BlockReader:
+        return replace(self, reader=replace(self.reader, dtype=torch.float32))
 
     def _kept(self, name: str, outputs: int) -> Linear:
         """A small linear of the block that quantizers leave as it is; it reads hidden states."""

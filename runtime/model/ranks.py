@@ -102,6 +102,11 @@ def check_parallel(config: ModelConfig, checkpoint: Checkpoint | None, ranks: Ra
             f"pipeline parallel is {ranks.pipeline}, but the model has {config.layers} blocks, and every stage needs "
             f"one; use at most {config.layers}"
         )
+    if ranks.tensor > 1 and config.latent is not None:
+        raise InputError(
+            f"tensor parallel is {ranks.tensor}, but model_type '{config.family.model_type}' has latent attention, "
+            "which is not divided among tensor ranks yet; use --pipeline-parallel or one rank"
+        )
     if ranks.tensor > 1 and config.has_experts:
         raise InputError(
             f"tensor parallel is {ranks.tensor}, but model_type '{config.family.model_type}' has experts, which are "

@@ -7,7 +7,7 @@ checkpoint or kernel that would serve garbage is refused by the layer's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +74,12 @@ class Reader:
         inputs: int,
         share: GroupShare | None = None,
         *,
-        biased: bool = False,
+        biased: Collection[str] = (),
     ) -> Linear:
-        """Layers that read one input, by full module names and whole sizes; a share of them where one is given."""
+        """Layers that read one input, by full module names and whole sizes; a share of them where one is given.
+
+        Those that are `biased` have a bias; others beside them add zeros.
+        """
         if share is None:
             shares = [Share((slice(0, size),), slice(0, inputs)) for size in outputs]
         else:
@@ -88,7 +91,7 @@ class Reader:
             loaded = [weight for module in modules for weight in self._weights(*module, inputs, whole=share is None)]
             joined = None if any(isinstance(weight, Tensor) for weight in loaded) else join(loaded)  # type: ignore[arg-type]
             weights = tuple(loaded) if joined is None else (joined,)
-        bias = self._bias(modules) if biased and (share is None or share.adds_bias) else None
+        bias = self._bias(modules, biased) if biased and (share is None or share.adds_bias) else None
         return Linear(weights, bias, gathered=share is not None and share.gathered)
 
     def _plain(self, modules: Sequence[tuple[str, int, Share]], inputs: int) -> Tensor:
@@ -133,9 +136,24 @@ class Reader:
             try_layer(name, fmt, quantized, weight, self.dtype, self.device, self.tried_rows)
         return weight
 
-    def _bias(self, modules: Sequence[tuple[str, int, Share]]) -> Tensor:
-        whole = [(self.tensor(f"{name}.bias", (size,)), share) for name, size, share in modules]
+    def decoded(self, name: str, outputs: int, inputs: int) -> Tensor:
+        """The weight of a layer that is not run as such."""
+        if name not in self.checkpoint.formats:
+            return self.tensor(f"{name}.weight", (outputs, inputs))
+        quantized = self.checkpoint.quantized(name, self.device)
+        self._check_shape(name, quantized.shape, (outputs, inputs))
+        weight = quantized.dequantize(self.dtype)
+        require_finite(name, weight)
+        return weight
+
+    def _bias(self, modules: Sequence[tuple[str, int, Share]], biased: Collection[str]) -> Tensor:
+        whole = [(self._own_bias(name, size, name in biased), share) for name, size, share in modules]
         return torch.cat([bias[section] for bias, share in whole for section in share.outputs])
+
+    def _own_bias(self, name: str, size: int, stored: bool) -> Tensor:
+        if stored:
+            return self.tensor(f"{name}.bias", (size,))
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
 
 def try_layer(

@@ -57,7 +57,7 @@ def rope_settings(raw: Config, config: ModelConfig, kind: str = _FULL) -> dict[s
             theta, scaling = raw.get("rope_local_base_freq", config.family.rope_theta), {}
     settings: dict[str, Any] = {"rope_theta": theta, **(scaling or given)}
     settings.setdefault("rope_type", settings.get("type", "default"))
-    settings.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    settings.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor", config.family.partial_rotary_factor))
     if settings["rope_type"] in config.family.longrope_aliases:
         settings["rope_type"] = "longrope"
     if settings["rope_type"] in ("llama3", "yarn", "longrope"):

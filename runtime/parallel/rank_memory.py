@@ -13,18 +13,14 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.memory import available_memory
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.ranks import Ranks, local_config
+from quantkit.runtime.model.weight_sizes import tensor_bytes
 
 
 def rank_weight_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> int:
     """What the weights of one rank take on its device, from the headers of the files."""
-    plain = set(checkpoint.plain_names())
     shares = _linear_shares(config, ranks)
-    total = 0.0
-    for name, stored in checkpoint.tensors.items():
-        count = torch.Size(stored.info.shape).numel()
-        size = count * dtype.itemsize if name in plain else stored.nbytes
-        total += size * _share(name, config, ranks, shares)
-    return round(total)
+    sizes = tensor_bytes(checkpoint, dtype).items()
+    return round(sum(size * _share(name, config, ranks, shares) for name, size in sizes))
 
 
 def _share(name: str, config: ModelConfig, ranks: Ranks, shares: dict[str, float]) -> float:

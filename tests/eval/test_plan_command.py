@@ -81,7 +81,9 @@ def test_formulas_have_their_numbers(run_cli: Cli) -> None:
         "a million tokens out",
     ):
         assert words in out, words
-    assert "61 layers x 576 x 2 bytes = 70,272 bytes" in run_cli("plan", "deepseek-v3", "--explain", *H200)[1]
+    latent = run_cli("plan", "deepseek-v3", "--explain", *H200, "-r", "nf4")[1]
+    assert "61 layers x 576 x 2 bytes = 70,272 bytes" in latent
+    assert "4 x 69,632 x 249,856" in latent  # 128 heads x (576 + 512) / 2
 
 
 def test_costs_are_called_what_they_are(run_cli: Cli) -> None:
@@ -105,11 +107,12 @@ def test_a_folder_needs_only_its_config(run_cli: Cli, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_planned_is_said(run_cli: Cli, tmp_path: Path) -> None:
-    code, out, _ = run_cli("plan", "deepseek-v3")
+    latents = {"n_routed_experts": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    code, out, _ = run_cli("plan", write_config(tmp_path / "other", model_type="deepseek_v9", **latents))
     assert code == 0
     assert "mixture of experts" in out.splitlines()[0]
     assert "only its cache" in out.splitlines()[0]
-    assert "70,272 bytes a token" in out
+    assert "36,864 bytes a token" in out
     code, out, _ = run_cli("plan", write_config(tmp_path / "new", model_type="falcon9"), *H200)
     assert code == 0
     assert "'falcon9' is of another family" in out
@@ -195,7 +198,7 @@ def test_formulas_of_several_gpus(run_cli: Cli) -> None:
         (("llama-3.1-70b", "--tensor-parallel", ","), ("--tensor-parallel is ','", "whole numbers")),
         (("qwen2.5-1.5b", "--tensor-parallel", "4", "-r", "gptq-w4g128"), ("70 groups of 128", "--tensor-parallel 2")),
         (("llama-3.1-405b", "--tensor-parallel", "2", "--gpu", "rtx4090"), ("does not fit", "it fits with --tensor")),
-        (("deepseek-v3", "--tensor-parallel", "2"), ("mixture of experts",)),
+        (("deepseek-v3", "--tensor-parallel", "2"), ("latent attention", "--pipeline-parallel")),
         (("llama-3.1-70b", "--tensor-parallel", "2", "--link", "fast"), ("--link is 'fast'", "nvlink")),
         (("llama-3.1-70b", "--link", "nvlink"), ("--link joins several GPUs", "--tensor-parallel")),
     ],

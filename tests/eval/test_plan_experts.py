@@ -21,6 +21,7 @@ from quantkit.eval.plan.plan import plan_serving
 from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.roofline import Ceiling
 from quantkit.eval.plan.weights import choose, quantized, unquantized
+from quantkit.eval.shapes import SHAPES
 from quantkit.recipe import load_recipe
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device import memory as runtime_memory
@@ -68,6 +69,36 @@ MIXTRAL = {  # Mixtral-8x7B
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32768,
 }
+V2_LITE = {  # DeepSeek-V2-Lite
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 163840,
+}
+GLM4 = {  # GLM-4.5-Air
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 131072,
+}
 EXPERT = 3 * 768 * 2048  # weights of one of Qwen3's
 ATTENTION = 2 * 4096 * 2048 + 2 * 512 * 2048
 HEAD = 151936 * 2048
@@ -92,7 +123,15 @@ def ceiling_of(recipe: str | None = None) -> Ceiling:
 
 
 @pytest.mark.parametrize(
-    ("config", "parameters"), [(QWEN3, 30_532_122_624), (QWEN2, 14_315_784_192), (MIXTRAL, 46_702_792_704)]
+    ("config", "parameters"),
+    [
+        (QWEN3, 30_532_122_624),
+        (QWEN2, 14_315_784_192),
+        (MIXTRAL, 46_702_792_704),
+        (V2_LITE, 15_706_484_224),
+        (SHAPES["deepseek-v3"], 671_026_419_200),
+        (GLM4, 106_852_251_264),  # corrections of routers too, which transformers does not count
+    ],
 )
 def test_parameters_are_those_of_the_published_models(config: dict[str, Any], parameters: int) -> None:
     assert decoder_of(config).parameters == parameters
@@ -117,7 +156,7 @@ def test_shared_experts_and_dense_layers_are_read_by_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "recipe"), [*zip(WITH_EXPERTS, ("llm-int8", "rtn-w4g32", "rtn-w4g32"), strict=True)]
+    ("family", "recipe"), [*zip(WITH_EXPERTS, ("llm-int8", *["rtn-w4g32"] * 4, "llm-int8"), strict=True)]
 )  # fmt: skip
 def test_bytes_are_those_of_a_real_checkpoint(
     family: str, recipe: str, family_model: Callable[[str], Path], tmp_path: Path
@@ -156,6 +195,26 @@ def test_the_reserve_is_the_engines_own() -> None:
     reserve = reserve_of(decoder)
     assert reserve.total - reserve.graphs == planned.activations + LIBRARIES
     assert reserve.graphs == runtime_memory._graph_bytes(decoder.config, torch.bfloat16, options)
+
+
+def test_latents_by_hand() -> None:
+    """What a step reads of them, and what attention computes: heads over one latent, prompts over keys and values."""
+    model, decoder = model_of(V2_LITE), decoder_of(V2_LITE)
+    ceiling = Ceiling(model.cache, decoder.attention_width, unquantized(decoder), H200, 2, decoder.prompt_width)
+    assert (model.cache.kind, model.cache.per_layer) == ("MLA", 512 + 64)
+    assert ceiling.cache_bytes(1000) == 1000 * 27 * 576 * 2
+    assert ceiling.attention_operations(1) == 16 * (2 * 576 + 2 * 512)
+    assert decoder.prompt_width * 4 == 16 * (2 * 192 + 2 * 128)
+
+
+def test_the_reserve_of_latents_is_the_engines_own() -> None:
+    decoder = decoder_of(V2_LITE)
+    options = EngineOptions(
+        device="cpu", max_sequences=SEQUENCES, step_tokens=STEP_TOKENS, kv_tokens=64, max_context=32
+    )
+    planned = runtime_memory.plan_memory(decoder.config, 0, torch.bfloat16, options, available=1 << 40)
+    assert planned.page_bytes == model_of(V2_LITE).cache.per_token * 2 * options.page_size
+    assert reserve_of(decoder).total - reserve_of(decoder).graphs == planned.activations + LIBRARIES
 
 
 def test_stages_hold_their_own_experts() -> None:

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
@@ -32,6 +33,17 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_group": 2,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
 }
 TOKENS = torch.tensor([[5, 17, 90, 3, 44, 8, 61, 29]])
 
@@ -44,7 +56,8 @@ def config_class(family: Family) -> Any:
 
 def config_of(family: Family, **changes: Any) -> Any:
     """Eager attention: some versions of transformers leave out soft caps in their faster kinds."""
-    return config_class(family)(**(SIZES | {"attn_implementation": "eager"} | changes))
+    sizes = SIZES | LATENTS if family.latent else SIZES
+    return config_class(family)(**(sizes | {"attn_implementation": "eager"} | changes))
 
 
 @cache
@@ -56,6 +69,9 @@ def cached_model(family: Family, changes: tuple[tuple[str, Any], ...]) -> Any:
             nn.init.uniform_(parameter, 0.2, 0.8)
         if name.endswith("bias"):
             nn.init.normal_(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=0.1)
     separate_experts(blocks_of(model, family), family, file_of(family, **dict(changes)))
     return model
 
@@ -100,7 +116,10 @@ def test_linears_are_exactly_those_of_the_blocks(family: Family) -> None:
 
 @every_family
 def test_linears_come_in_forward_order_and_stages_share_their_input(family: Family) -> None:
-    """Experts run one after the other, those that a token was sent to; what shares an input are the linears of one."""
+    """Experts run one after the other, those that a token was sent to; what shares an input are the linears of one.
+
+    Latent attention runs what makes queries before it comes to the next linear that reads hidden states.
+    """
     model, config = model_of(family), file_of(family)
     seen: list[tuple[str, int]] = []
     hooks = [
@@ -118,8 +137,10 @@ def test_linears_come_in_forward_order_and_stages_share_their_input(family: Fami
     for layer in range(len(by_layer)):
         prefix = f"{family.blocks}.{layer}."
         stages = family.stages(layer, config)
-        dense = [prefix + name for stage in stages if stage.part.kind == "attention" or not has_experts(family)
+        dense = [prefix + (stage.names[0] if family.latent else name)
+                 for stage in stages if stage.part.kind == "attention" or not has_experts(family)
                  for name in stage.names]  # fmt: skip
+        dense = list(dict.fromkeys(dense))
         assert [name for name, _ in seen if name in dense] == dense
         for group in (each.names for stage in stages for each in stage.by_expert):
             names = [prefix + name for name in group]
@@ -141,6 +162,14 @@ def test_biases(family: Family, asked: bool) -> None:
     assert set(family.biased(0, file_of(family, **changes))) == biased
 
 
+def test_norms_of_heads_where_config_json_decides() -> None:
+    family = FAMILIES["glm4_moe"]
+    for given in (True, False):
+        names = dict(model_of(family, use_qk_norm=given).named_parameters())
+        assert ("model.layers.0.self_attn.q_norm.weight" in names) == given
+        assert family.has_qk_norm(file_of(family, use_qk_norm=given)) == given
+
+
 @every_family
 def test_norms(family: Family) -> None:
     model = model_of(family)
@@ -148,7 +177,9 @@ def test_norms(family: Family) -> None:
     norms = {name for name, _ in block.named_modules() if "norm" in name}
     parts = {stage.part for stage in family.stages(0, file_of(family))}
     expected = {norm for part in parts for norm in (part.norm, part.post_norm) if norm}
-    if family.qk_norm:
+    folds = [stage.fold for stage in family.stages(0, file_of(family)) if stage.fold]
+    expected |= {fold.producer for fold in folds if fold.kind == "norm"}
+    if family.has_qk_norm(file_of(family)):
         expected |= {"self_attn.q_norm", "self_attn.k_norm"}
         assert block.self_attn.q_norm.weight.numel() == family.size_of_head(file_of(family))
     assert norms == expected
@@ -163,6 +194,9 @@ def test_norms(family: Family) -> None:
 def test_what_a_silent_config_means(family: Family) -> None:
     silent = config_class(family)()
     assert getattr(silent, family.activation_key) == family.activation
+    assert silent.rms_norm_eps == family.norm_eps
+    rotated = silent.rope_parameters.get("partial_rotary_factor", 1.0)  # of layer types where these differ: 1
+    assert rotated == family.partial_rotary_factor
     assert silent.tie_word_embeddings == family.tie_word_embeddings == family.tied({})
     assert family.tied({"tie_word_embeddings": not family.tie_word_embeddings}) != family.tie_word_embeddings
     assert getattr(silent, "query_pre_attn_scalar", None) == family.query_pre_attn_scalar
@@ -176,7 +210,8 @@ def test_what_a_silent_config_means(family: Family) -> None:
 def test_attention_scale_and_embedding_scale(family: Family) -> None:
     changes = {} if family.query_pre_attn_scalar is None else {"query_pre_attn_scalar": 49}
     model = model_of(family, **changes)
-    basis = 49 if changes else family.size_of_head(file_of(family))
+    latent = family.latent_sizes(file_of(family))
+    basis = 49 if changes else latent.query if latent else family.size_of_head(file_of(family))
     assert blocks_of(model, family)[0].self_attn.scaling == pytest.approx(basis**-0.5)
 
     embedding = model.model.embed_tokens
@@ -277,26 +312,30 @@ def test_folds_cover_every_stage_and_leave_the_model_unchanged(family: Family) -
     biases = {"attention_bias": True, "mlp_bias": True}
     config = file_of(family, **biases)
     before = model_of(family, **biases)(TOKENS).logits
+    stages = family.stages(1, config)
+    assert {stage.role for stage in stages if stage.fold is None} == ({"output"} if family.latent else set())
     producers: dict[str, list[Stage]] = {}
-    for stage in family.stages(1, config):
+    for stage in stages:
         for each in stage.by_expert:
-            assert each.fold is not None
-            producers.setdefault(each.fold.producer, []).append(each)
+            if each.fold is not None:
+                producers.setdefault(each.fold.producer, []).append(each)
     for kind in ("norm", "value", "up"):
         model = copy.deepcopy(model_of(family, **biases))
-        for stages in producers.values():
-            if stages[0].fold is not None and stages[0].fold.kind == kind:
-                fold_in(model, family, stages, config)
+        for readers in producers.values():
+            if readers[0].fold is not None and readers[0].fold.kind == kind:
+                fold_in(model, family, readers, config)
         torch.testing.assert_close(model(TOKENS).logits, before, rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_model_type_names_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"'qwen22' is not supported; did you mean 'qwen2'\? Known: gemma2, .*phi3"):
+    with pytest.raises(
+        InputError, match=r"'qwen22' is not supported; did you mean 'qwen2'\? Known: deepseek_v2, .*phi3"
+    ):
         family_of({"model_type": "qwen22"})
 
 
 def test_missing_model_type() -> None:
-    with pytest.raises(InputError, match="no model_type; known families: gemma2"):
+    with pytest.raises(InputError, match="no model_type; known families: deepseek_v2"):
         family_of({})
 
 

@@ -24,6 +24,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_experts_per_tok": 2,  # one family has no default
 }
 BUNDLED = (
     *("auto-w3.5", "awq-w3g128", "awq-w4g128", "awq-w4g32", "awq-w4g64", "best-w4g128", "best-w4g64"),

@@ -1,6 +1,6 @@
 """Models with experts on a CPU: how layers may differ, what loading tries, what is refused, and who guesses for them.
 
-Tokens and logits of the three families are compared where all families are: `test_engine_equality.py`,
+Tokens and logits of these families are compared where all families are: `test_engine_equality.py`,
 `test_scoring.py`, `test_engine_formats.py`.
 """
 
@@ -56,6 +56,8 @@ FamilyModel = Callable[[str], Path]
         ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 3}),
         ("qwen3_moe", {"num_experts_per_tok": 8, "mlp_only_layers": [1]}),
         ("mixtral", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1}),
+        ("glm4_moe", {"norm_topk_prob": False, "n_shared_experts": 1, "partial_rotary_factor": 1.0}),
     ],
     ids=str,
 )
@@ -121,7 +123,8 @@ def test_plans_know_what_experts_take(family: str, family_model: FamilyModel) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "channels", "width"), [("mixtral", 2 * 96, 96), ("qwen2_moe", 3 * 32 + 64, 96), ("qwen3_moe", 64, 32)]
+    ("family", "channels", "width"),
+    [("mixtral", 2 * 96, 96), ("qwen2_moe", 3 * 32 + 64, 96), ("qwen3_moe", 64, 32), ("glm4_moe", 3 * 32 + 64, 96)],
 )
 def test_activations_of_a_token(family: str, channels: int, width: int, family_model: FamilyModel) -> None:
     """Those of all its experts; a dense layer between may have the widest weight."""

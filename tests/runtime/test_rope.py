@@ -20,6 +20,8 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "num_experts_per_tok": 2,
     "max_position_embeddings": 256,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -35,6 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     ),
+    "latent yarn": (
+        "deepseek_v3",
+        {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.7, "mscale_all_dim": 1.0,
+                          "original_max_position_embeddings": 32}},
+    ),
     "gemma3 old spelling": ("gemma3_text", {"rope_theta": 2e6, "rope_local_base_freq": 2e4,
                                             "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "partial": ("phi3", {"partial_rotary_factor": 0.5}),
@@ -49,7 +56,10 @@ def transformers_tables(raw: dict[str, Any], kind: str | None, positions: int) -
     rotary = getattr(sys.modules[model.__module__], family.architecture.removesuffix("ForCausalLM") + "RotaryEmbedding")
     built = rotary(transformers.AutoConfig.for_model(**raw))
     extra = () if kind is None else (kind,)
-    cos, sin = built(torch.zeros(1), torch.arange(positions)[None], *extra)
+    found = built(torch.zeros(1), torch.arange(positions)[None], *extra)
+    if not isinstance(found, tuple):  # as complex numbers
+        return found[0].real, found[0].imag
+    cos, sin = found
     half = cos.shape[-1] // 2
     return cos[0, :, :half], sin[0, :, :half]
 

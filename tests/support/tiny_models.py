@@ -39,6 +39,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 _UPPER_WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
 # What only some families know. Where both kinds of layers occur, both are there; windows are shorter than prompts.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -71,11 +79,57 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "n_group": 3,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v2": {
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        "attention_bias": True,
+        "rope_parameters": _YARN,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "n_group": 3,
+        "topk_group": 2,
+    },
 }
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+WITH_LATENTS = ("deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", *WITH_LATENTS)
 FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-FEW_EXPERTS = {name: FEW | {"num_local_experts" if name == "mixtral" else "num_experts": 4} for name in WITH_EXPERTS}
+_COUNTS = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
+FEW_EXPERTS: dict[str, dict[str, Any]] = {
+    name: FEW | {_COUNTS.get(name, "n_routed_experts"): 4} for name in WITH_EXPERTS
+}
+SMALL_LATENTS = {
+    "num_key_value_heads": 4,  # transformers repeats keys and values where there are fewer
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+}
+for _name in WITH_LATENTS:
+    FEW_EXPERTS[_name] |= SMALL_LATENTS
 
 
 def build_model(family: str, dtype: str = "float32", **changes: Any) -> Any:
@@ -90,6 +144,9 @@ def build_model(family: str, dtype: str = "float32", **changes: Any) -> Any:
             nn.init.uniform_(parameter, 0.5 - known.norm_offset, 1.5 - known.norm_offset)
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=0.1)
     return model.to(getattr(torch, dtype))
 
 

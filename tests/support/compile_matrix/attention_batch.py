@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.attention.attend import attend
+from quantkit.kernels.attention.latent.attend import attend_latents
 
 _KV_HEADS = 2
+_RANK, _ROPE, _LATENT_HEADS = 512, 64, 16  # of DeepSeek's smallest; larger ones have more heads
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,10 @@ class Heads:
     page_size: int = 16
 
 
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
 def launch_attention(
     new: Sequence[int], heads: Heads, dtype: torch.dtype, *, table: int = 32, pages: int = 64, **options: Any
 ) -> None:
@@ -29,10 +35,6 @@ def launch_attention(
 
     With `ancestors=True` the new tokens are trees of guesses.
     """
-
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
     sequences, tokens = len(new), sum(new)
     cache = empty(pages, _KV_HEADS, heads.page_size, heads.size, dtype=heads.cache_dtype or dtype)
     scale = empty(_KV_HEADS, dtype=torch.float32) if heads.cache_dtype else None
@@ -50,4 +52,24 @@ def launch_attention(
         k_scale=scale,
         v_scale=scale,
         **options,
+    )
+
+
+def launch_latents(
+    new: Sequence[int], kept: torch.dtype | None, splits: int, dtype: torch.dtype, *, ancestors: bool = False
+) -> None:
+    """The same over a cache of latents; `kept` is its dtype where that is another."""
+    sequences, tokens = len(new), sum(new)
+    attend_latents(
+        empty(tokens, _LATENT_HEADS, _RANK + _ROPE, dtype=dtype),
+        empty(64, 1, 16, _RANK + _ROPE, dtype=kept or dtype),
+        empty(sequences, 32, dtype=torch.int32),
+        empty(sequences, dtype=torch.int32),
+        empty(sequences + 1, dtype=torch.int32),
+        rank=_RANK,
+        scale=0.1,
+        max_queries=max(new),
+        cache_scale=empty(1, dtype=torch.float32) if kept else None,
+        ancestors=empty(tokens, dtype=torch.int64) if ancestors else None,
+        splits=splits,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compile_matrix.attention_batch import Heads, launch_attention
+from compile_matrix.attention_batch import Heads, launch_attention, launch_latents
 from compile_matrix.case import FLOAT8, Case
 from pairwise import cover
 from quantkit.kernels.card import Card
@@ -26,6 +26,10 @@ def attention_cases(card: Card) -> Iterator[Case]:
         launch = lambda dtype, new=new, heads=heads, how=special: launch_attention(new, heads, dtype, **how)  # noqa: E731
         yield Case(name, launch)
     yield Case("attention of trees", lambda dtype: launch_attention([9, 9], Heads(), dtype, ancestors=True))
+    for kept, splits in cover(caches, (1, 4)):
+        launch = lambda dtype, kept=kept, splits=splits: launch_latents([3, 1], kept, splits, dtype)  # noqa: E731
+        yield Case(f"latents {kept or 'half'} in {splits}", launch)
+    yield Case("latents of trees", lambda dtype: launch_latents([9, 9], None, 1, dtype, ancestors=True))
     for new in _NEW[:2]:
         launch = lambda dtype, new=new: launch_attention(new, Heads(), dtype, pages=_MANY_PAGES)  # noqa: E731
         yield Case(f"attention over a large cache {new}", launch)

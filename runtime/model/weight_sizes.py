@@ -1,0 +1,29 @@
+"""What the tensors of a checkpoint take on a device, from the headers of its files."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quantkit.arch import FAMILIES
+from quantkit.checkpoint import Checkpoint
+
+
+def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
+    """Of every tensor: quantized parts as stored, others in the dtype of the activations.
+
+    What a family keeps in float32, or decodes when it is loaded, counts as that. Layers that never run are left out.
+    """
+    config, plain = checkpoint.config, set(checkpoint.plain_names())
+    family = FAMILIES.get(config.get("model_type", ""))
+    precise = set(family.in_float32(config)) if family else set()
+    found = {}
+    for name, stored in checkpoint.tensors.items():
+        item = torch.float32.itemsize if name in precise else dtype.itemsize
+        found[name] = math.prod(stored.info.shape) * item if name in plain else stored.nbytes
+    for module in family.decoded_at_load(config) if family else ():
+        if module in checkpoint.formats:
+            first, *others = checkpoint.part_names(module)
+            found |= dict.fromkeys(others, 0) | {first: math.prod(checkpoint.layer_shape(module)) * dtype.itemsize}
+    return {name: size for name, size in found.items() if not (family and family.is_beyond(name, config))}
