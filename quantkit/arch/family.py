@@ -63,8 +63,16 @@ class Family:
         layers = range(size(config, "num_hidden_layers", MOST_LAYERS))
         return [[self.modules(layer, stage) for stage in self.stages(layer, config)] for layer in layers]
 
+    def fused_linears(self, config: Config) -> list[list[Group]]:
+        """The linears of every layer that engines run as one matrix: as above, each expert's by themselves."""
+        layers = range(size(config, "num_hidden_layers", MOST_LAYERS))
+        return [
+            [self.modules(layer, each) for stage in self.stages(layer, config) for each in stage.by_expert]
+            for layer in layers
+        ]
+
     def linear_groups(self, config: Config) -> list[Group]:
-        """The same without the division into layers."""
+        """The linears of every stage without the division into layers."""
         return [linears for stages in self.linears_by_stage(config) for linears in stages]
 
     def linears(self, config: Config) -> list[str]:
