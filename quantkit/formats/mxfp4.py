@@ -12,7 +12,7 @@ one by one, under the names above.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
+    Refusal,
     Shape,
     TensorInfo,
     check_choice,
@@ -36,7 +37,7 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.codebook import CodebookWeight
-from quantkit.formats.e2m1 import KIND, MX_BLOCK, pack_codes, power_table, quantize_mxfp4, unpack_codes
+from quantkit.formats.e2m1 import KIND, MX_BLOCK, WEIGHTS_ALONE, pack_codes, power_table, quantize_mxfp4, unpack_codes
 
 _EXPONENT = 7  # where the exponent of a bfloat16 begins
 
@@ -130,6 +131,9 @@ class CtMxfp4(Mxfp4):
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
         return shape[0], shape[1] // 2
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield WEIGHTS_ALONE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
+    Refusal,
     Shape,
     check_choice,
     check_divides,
@@ -32,7 +33,7 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.codebook import CodebookWeight, DividedScales
-from quantkit.formats.e2m1 import KIND, NV_BLOCK, pack_codes, quantize_nvfp4, unpack_codes
+from quantkit.formats.e2m1 import KIND, NV_BLOCK, WEIGHTS_ALONE, pack_codes, quantize_nvfp4, unpack_codes
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ class CtNvfp4(Format):
             "weight_scale": parts["weight_scale"][outputs, scaled(inputs, 1, NV_BLOCK)],
         }
         return Narrowed(dict(parts) | narrowed, outputs, inputs)
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield WEIGHTS_ALONE
 
     def input_unit(self, inputs: int) -> int:
         return NV_BLOCK
