@@ -54,6 +54,7 @@ class Experts:
     per_token: int
     router: str  # the module that chooses; never quantized
     routing: Routing = Routing()
+    router_biased: bool = False
 
 
 @dataclass(frozen=True)

@@ -144,9 +144,12 @@ def block_others(config: ModelConfig, raw: Config, layer: int) -> int:
     stages, biased = family.stages(layer, raw), family.biased(layer, raw)
     norms = sum(1 if part.post_norm is None else 2 for part in {stage.part for stage in stages})
     biases = sum(sum(config.outputs(stage)) for stage in stages if stage.linears[0] in biased)
-    routers = sum({stage.experts.router: stage.experts.count for stage in stages if stage.experts}.values())
+    experts = {stage.experts.router: stage.experts for stage in stages if stage.experts}.values()
+    routers = sum(each.count for each in experts)
+    biases += sum(each.count for each in experts if each.router_biased)
     gates = len({stage.gate for stage in stages if stage.gate})
-    return config.hidden * (norms + routers + gates) + (2 * config.head_dim if family.qk_norm else 0) + biases
+    heads = (2 * config.head_dim if family.qk_norm else 0) + (config.heads if family.sinks else 0)
+    return config.hidden * (norms + routers + gates) + heads + biases
 
 
 def _decoder(raw: Config) -> Decoder:

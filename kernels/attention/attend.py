@@ -228,6 +228,7 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Scratch | None = None,
     max_context: int | None = None,
@@ -241,6 +242,8 @@ def attend(
     `max_context` bounds context_lengths (default: what the page table holds). `scratch` saves the decode kernel three
     allocations a call. `splits`, `decode` and `prefill` override what is chosen from the shapes.
     """
+    if sinks is not None:
+        raise InputError("attention: sinks have no GPU kernel yet; run the model on a CPU")
     out = torch.empty_like(q) if out is None else out
     batch = (page_table, context_lengths, query_starts)
     layout = _check_tensors(q, cache_k, cache_v, *batch, k_scale, v_scale, out)

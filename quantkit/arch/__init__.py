@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from quantkit.arch.dense import GEMMA2, GEMMA3_TEXT, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from quantkit.arch.family import Family
-from quantkit.arch.routed import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from quantkit.arch.fused import Slice
+from quantkit.arch.routed import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from quantkit.arch.sizes import Config
 from quantkit.errors import InputError, did_you_mean
 
@@ -17,6 +18,7 @@ __all__ = [
     "FAMILIES",
     "GEMMA2",
     "GEMMA3_TEXT",
+    "GPT_OSS",
     "LLAMA",
     "MISTRAL",
     "MIXTRAL",
@@ -27,10 +29,11 @@ __all__ = [
     "QWEN3_MOE",
     "Config",
     "Family",
+    "Slice",
     "family_of",
 ]
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3_TEXT, PHI3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3_TEXT, PHI3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.arch.fused import Fused, Slice
 from quantkit.arch.sizes import MOST_LAYERS, Config, size
 from quantkit.stages import Fold, Group, Stage, dense_stages
 
@@ -25,10 +26,13 @@ class Family:
     layout: tuple[Stage, ...] | Callable[[int, Config], tuple[Stage, ...]] = DENSE
     norm_offset: float = 0.0  # added to the stored norm weight; where it is 1, the norm multiplies in float32
     qk_norm: bool = False  # RMS norms `self_attn.q_norm` and `k_norm` over each head, before rope
-    # config: `attention_bias`, which covers o_proj as well. unless: `qkv_bias`, true where config.json is silent.
-    qkv_bias: Literal["never", "always", "config", "unless"] = "never"
-    mlp_bias: Literal["never", "config"] = "never"  # config: `mlp_bias`
+    # config: `attention_bias`, which covers o_proj as well; assumed: the same, true where config.json is silent.
+    # unless: `qkv_bias`, true where config.json is silent.
+    qkv_bias: Literal["never", "always", "config", "assumed", "unless"] = "never"
+    mlp_bias: Literal["never", "always", "config"] = "never"  # config: `mlp_bias`
+    sinks: bool = False  # `self_attn.sinks`: a score for every head that joins the softmax and has no value
     activation: str = "silu"
+    clipped: tuple[float, float] | None = None  # `swiglu_limit` and `swiglu_alpha`, where gate and up are clipped
     activation_key: str = "hidden_act"
     # one: all layers alike. partial: only the first `partial_rotary_factor` of each head is rotated. per-layer-type:
     # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
@@ -47,6 +51,7 @@ class Family:
     final_logit_softcapping: float | None = None
     # Parts of a layer that files call otherwise than transformers: name in the files -> name of the module.
     renamed: tuple[tuple[str, str], ...] = ()
+    fused: tuple[Fused, ...] = ()  # tensors of files that hold all experts of a layer
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size), the factor rounded to the weights' dtype
     tie_word_embeddings: bool = False
 
@@ -84,11 +89,15 @@ class Family:
         roles: tuple[str, ...] = ()
         if self.qkv_bias == "always" or (self.qkv_bias == "unless" and config.get("qkv_bias", True)):
             roles = ("qkv",)
-        elif self.qkv_bias == "config" and config.get("attention_bias"):
+        elif self.qkv_bias in ("config", "assumed") and config.get("attention_bias", self.qkv_bias == "assumed"):
             roles = ("qkv", "output")
-        if self.mlp_bias == "config" and config.get("mlp_bias"):
+        if self.mlp_bias == "always" or (self.mlp_bias == "config" and config.get("mlp_bias")):
             roles += ("gate_up", "down")
         return tuple(name for stage in self.stages(layer, config) if stage.role in roles for name in stage.linears)
+
+    def slices(self, name: str, experts: int) -> dict[str, Slice]:
+        """Of a tensor in the files that holds so many experts: what it holds of each; empty for any other tensor."""
+        return {part: where for fused in self.fused for part, where in fused.slices(name, experts)}
 
     def tied(self, config: Config) -> bool:
         """Whether lm_head is the embedding matrix. Gemma's config.json is silent and means yes."""

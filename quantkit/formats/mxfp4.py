@@ -156,7 +156,9 @@ class Mxfp4Dialect(Dialect):
     formats: ClassVar[tuple[type[Format], ...]] = (BlockMxfp4,)
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
-        return {"quant_method": "mxfp4", "modules_to_not_convert": sorted(kept)}
+        raise CannotHold(
+            "gpt-oss's own layout is read, but not written; use the format ct-mxfp4, which has the same codes"
+        )
 
     def read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Format]:
         modules: dict[str, Format] = dict.fromkeys(modules_with("blocks", tensors), BlockMxfp4())

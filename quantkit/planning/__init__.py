@@ -55,7 +55,8 @@ def make_plan(job: Job) -> QuantizePlan:
         device=job.device,
     )
     needs = _needs(work, written, Path(job.output))
-    engines = tuple(verdicts(Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept)))
+    layers = Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept, bool(job.family.fused))
+    engines = tuple(verdicts(layers))
     warnings = tuple(_warnings(method, chosen, work, needs))
     return QuantizePlan(model, method, written, needs, engines, warnings)
 

@@ -30,6 +30,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # of every layer: how many tokens it sees; None: all
     stages: tuple[tuple[Stage, ...], ...]  # of every layer, in the order of `ROLES`, then of `SHARED`
     activation: str
+    clip: tuple[float, float] | None  # limit of gate and up, and the factor inside of the sigmoid
     norm_eps: float
     attention_scale: float
     attention_cap: float | None
@@ -103,6 +104,7 @@ def read_model_config(config: Config, generation: Config | None = None) -> Model
         windows=tuple(family.window(config, layer) for layer in range(layers)),
         stages=tuple(_stages(family, layer, config) for layer in range(layers)),
         activation=_activation(config, family),
+        clip=_clip(config, family),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         attention_scale=(scalar if family.query_pre_attn_scalar else head_dim) ** -0.5,
         attention_cap=_cap(config, "attn_logit_softcapping", family.attn_logit_softcapping),
@@ -145,6 +147,14 @@ def _activation(config: Config, family: Family) -> str:
     if named not in _ACTIVATIONS:
         raise InputError(f"config.json: activation '{named}' is not supported; supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[named]
+
+
+def _clip(config: Config, family: Family) -> tuple[float, float] | None:
+    if family.clipped is None:
+        return None
+    keys = zip(("swiglu_limit", "swiglu_alpha"), family.clipped, strict=True)
+    limit, alpha = (float(config.get(key, default)) for key, default in keys)
+    return limit, alpha
 
 
 def _cap(config: Config, key: str, default: float | None) -> float | None:

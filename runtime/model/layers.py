@@ -97,6 +97,7 @@ class Block:
     before_mlp: Tensor
     mlp: Mlp
     after_mlp: Tensor | None
+    sinks: Tensor | None = None  # [heads], scores of no token that join the softmax, in families that have them
 
     @property
     def linears(self) -> tuple[Linear, ...]:

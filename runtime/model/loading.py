@@ -96,6 +96,7 @@ class _BlockReader:
             before_mlp=self._norm(mlp.norm),
             mlp=self._mlp(),
             after_mlp=None if mlp.post_norm is None else self._norm(mlp.post_norm),
+            sinks=self.reader.tensor(self._full("self_attn.sinks"), (config.heads,)) if family.sinks else None,
         )
 
     @cached_property
@@ -127,7 +128,7 @@ class _BlockReader:
         mlps = tuple(self._dense_mlps())
         if experts is None:
             return mlps[0]
-        router = self._kept(experts.router, experts.count)
+        router = self._kept(experts.router, experts.count, biased=experts.router_biased)
         return ExpertMlp(router, mlps, experts.per_token, experts.routing, self._shared_expert())
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
@@ -144,9 +145,9 @@ class _BlockReader:
         gate = None if gate_up.gate is None else self._kept(gate_up.gate, 1)
         return SharedExpert(DenseMlp(self._linear(gate_up), self._linear(down)), gate)
 
-    def _kept(self, name: str, outputs: int) -> Linear:
+    def _kept(self, name: str, outputs: int, *, biased: bool = False) -> Linear:
         """A small linear of the block that quantizers leave as it is; it reads hidden states."""
-        return self.reader.linear([self._full(name)], [outputs], self.reader.config.hidden)
+        return self.reader.linear([self._full(name)], [outputs], self.reader.config.hidden, biased=biased)
 
     def _norm(self, name: str, size: int | None = None) -> Tensor:
         return self.reader.tensor(f"{self._full(name)}.weight", (size or self.reader.config.hidden,))

@@ -65,12 +65,12 @@ def test_weights_come_in_the_dtype_of_the_model() -> None:
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_routers_of_transformers_choose_the_same(family: str, normalized: bool) -> None:
-    """Mixtral always normalizes. The gate of a shared expert is compared too, where there is one."""
+    """Mixtral and gpt-oss always normalize. The gate of a shared expert is compared too, where there is one."""
     model = build_model(family, **SETTINGS[family] | {"norm_topk_prob": normalized})
     block = model.model.layers[1].mlp
     x = random(TOKENS, 64)
-    logits, share, chosen = block.gate(x)
-    found = choose_experts(logits, chosen.shape[1], normalized=normalized or family == "mixtral")
+    logits, share, chosen = block.router(x) if family == "gpt_oss" else block.gate(x)
+    found = choose_experts(logits, chosen.shape[1], normalized=normalized or family in ("mixtral", "gpt_oss"))
     assert torch.equal(found[0], chosen)
     torch.testing.assert_close(found[1], share)
     if hasattr(block, "shared_expert"):

@@ -71,11 +71,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+_LOCAL = ("mixtral", "gpt_oss")  # families whose key is `num_local_experts`
 FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-FEW_EXPERTS = {name: FEW | {"num_local_experts" if name == "mixtral" else "num_experts": 4} for name in WITH_EXPERTS}
+FEW_EXPERTS = {name: FEW | {"num_local_experts" if name in _LOCAL else "num_experts": 4} for name in WITH_EXPERTS}
 
 
 def build_model(family: str, dtype: str = "float32", **changes: Any) -> Any:

@@ -97,7 +97,8 @@ def scattered(weight: QuantizedWeight, generator: torch.Generator) -> IntegerWei
 
 
 def saved(fmt: Format, parts: Parts, folder: Path) -> Checkpoint:
-    config = {"model_type": "llama", "quantization_config": dialect_of({NAME: fmt}).write({NAME: fmt}, [])}
+    written = {"quant_method": "mxfp4"} if fmt.name == "mxfp4" else dialect_of({NAME: fmt}).write({NAME: fmt}, [])
+    config = {"model_type": "llama", "quantization_config": written}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({f"{NAME}.{name}": part.contiguous() for name, part in parts.items()}, folder / "model.safetensors")
     return Checkpoint(folder)
