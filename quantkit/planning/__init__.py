@@ -44,7 +44,7 @@ def make_plan(job: Job) -> QuantizePlan:
         blocks=_groups_by_block(family, source, job.plan, job.shapes),
         hidden=int(source.config["hidden_size"]),
         heads=int(source.config["num_attention_heads"]),
-        eager=family.attn_logit_softcapping is not None,
+        eager=family.attn_logit_softcapping is not None or family.sinks,
         dtype=source.dtype,
         source_bytes=model.bytes,
         output_bytes=written.bytes,
