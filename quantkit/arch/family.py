@@ -38,6 +38,7 @@ class Family:
     # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
     rope: Literal["one", "partial", "per-layer-type"] = "one"
     rope_theta: float = 10_000.0
+    rope_defaults: tuple[tuple[str, str | float | bool], ...] = ()  # `rope_parameters` of a file without any
     longrope_aliases: tuple[str, ...] = ()  # rope types that mean `longrope` in older files of this family
     # switched: all layers, only under `use_sliding_window`. upper: the same from layer `max_window_layers` on. lower:
     # the same for every second layer below. alternating: all layers but every `full_every`-th. In the last three,
