@@ -132,14 +132,15 @@ def _separate(block: nn.Module, family: Family, stages: list[Stage]) -> None:
 def _views(fused: Any, family: Family, linears: list[str]) -> dict[str, Tensor]:
     """Weights and biases of all experts by their names in a block, from transformers' tensors."""
     found: dict[str, Tensor] = {}
+    if family.fused:  # as files keep them
+        for each, ending in itertools.product(family.fused, ("", "_bias")):
+            whole = getattr(fused, each.stored.rpartition(".")[2] + ending).data
+            slices = family.slices(f".{each.stored}{ending}", len(whole))
+            found |= {name[1:]: where.take(whole) for name, where in slices.items()}
+        return found
     for number, (gate_up, down) in enumerate(zip(fused.gate_up_proj.data, fused.down_proj.data, strict=True)):
-        if not family.fused:
-            weights = zip(linears, (*gate_up.chunk(2), down), strict=True)
-            found |= {f"{name.format(number)}.weight": weight for name, weight in weights}
-    for each, ending in itertools.product(family.fused, ("", "_bias")):  # transformers keeps them as files do
-        whole = getattr(fused, each.stored.rpartition(".")[2] + ending).data
-        slices = family.slices(f".{each.stored}{ending}", len(whole))
-        found |= {name[1:]: where.take(whole) for name, where in slices.items()}
+        weights = zip(linears, (*gate_up.chunk(2), down), strict=True)
+        found |= {f"{name.format(number)}.weight": weight for name, weight in weights}
     return found
 
 

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.formats.base import Refusal
+from quantkit.formats.base import Refusal, quotient
 from quantkit.formats.bits import pack, unpack
 from quantkit.formats.codebook import CodebookWeight, DividedScales, table_of
 from quantkit.formats.ct_float8 import LARGEST as LARGEST_SCALE
@@ -81,7 +81,7 @@ def quantize_nvfp4(weight: Tensor) -> CodebookWeight:
     blocks = weight.float().reshape(-1, NV_BLOCK)
     largest = blocks.abs().amax(-1)
     divisor = _divisor(largest.amax())
-    tried = [round_to_float8(largest / top * divisor, torch.ones_like(largest)) for top in _NV_TRIED]
+    tried = [round_to_float8(quotient(largest, top) * divisor, torch.ones_like(largest)) for top in _NV_TRIED]
     codes, chosen = _fit(blocks, [DividedScales(values, divisor).decode() for values in tried])
     values = _take([values.view(torch.uint8) for values in tried], chosen).view(torch.float8_e4m3fn)
     scales = DividedScales(values, divisor)
