@@ -2,7 +2,7 @@
 
 Layout   gate_up [tokens, 2 * width], gate in the first half of a row; out [tokens, width]; rows of any stride
 Meaning  `reference.elementwise.gated_activation`: the activation in float32, rounded to the dtype, times up, rounded,
-         as transformers does
+         as transformers does. Clipped, all of it in float32, rounded once
 Limits   bfloat16, float16 or float32; activation "silu" or "gelu_pytorch_tanh"
 """
 
@@ -35,7 +35,10 @@ def _activate(
     in_stride,
     out_stride,
     width,
+    limit,
+    factor,
     GELU: tl.constexpr,
+    CLIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -46,17 +49,25 @@ def _activate(
     row = gate_up + token * in_stride
     gate = tl.load(row + columns, mask=here, other=0.0).to(tl.float32)
     up = tl.load(row + width + columns, mask=here, other=0.0).to(tl.float32)
-    if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+    dtype = out.dtype.element_ty
+    if CLIPPED:
+        gate = tl.minimum(gate, limit)
+        active = gate * _sigmoid(factor * gate)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+    elif GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
         active = gate * _sigmoid((gate + 0.044715 * gate * gate * gate) * _TWICE_ROOT_TWO_OVER_PI)
     else:
         active = gate * _sigmoid(gate)
-    dtype = out.dtype.element_ty
-    result = (active.to(dtype).to(tl.float32) * up).to(dtype)
+    if not CLIPPED:
+        active = active.to(dtype).to(tl.float32)
+    result = (active * up).to(dtype)
     tl.store(out + token * out_stride + columns, result, mask=here)
 
 
-def gated_activation(gate_up: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
-    """activation(gate) * up, [tokens, width]."""
+def gated_activation(
+    gate_up: Tensor, activation: str, *, clip: tuple[float, float] | None = None, out: Tensor | None = None
+) -> Tensor:
+    """activation(gate) * up, [tokens, width]; `clip`: limit and factor of a clipped SiLU, as in the reference."""
     if activation not in ACTIVATIONS:
         raise InputError(f"gated_activation: activation '{activation}', but must be one of {', '.join(ACTIVATIONS)}")
     width = _check_input(gate_up)
@@ -75,7 +86,9 @@ def gated_activation(gate_up: Tensor, activation: str, *, out: Tensor | None = N
         gate_up.stride(0),
         out.stride(0),
         width,
+        *(clip or (0.0, 0.0)),
         GELU=activation == "gelu_pytorch_tanh",
+        CLIPPED=clip is not None,
         BLOCK=_BLOCK,
         num_warps=4,
         **chained(gate_up.device),

@@ -1,7 +1,8 @@
 """Reading checkpoints: a folder of safetensors files, one or many, streamed tensor by tensor.
 
 `Checkpoint` lists what is there from the files' headers and reads a tensor only when asked. It knows which modules are
-quantized and in which format, so that callers see layers, not files. Writing is in `checkpoint_writer.py`.
+quantized and in which format, so that callers see layers, not files; experts that lie in one tensor are listed one by
+one. Writing is in `checkpoint_writer.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quantkit.arch import FAMILIES, Family, Slice
 from quantkit.errors import InputError, StorageError
 from quantkit.formats import Format, Index, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo, dialect_named
 from quantkit.formats.base import ANY_LENGTH
@@ -37,6 +39,7 @@ class StoredTensor(NamedTuple):
 
     file: Path
     info: TensorInfo
+    part: Slice | None = None  # of the tensor in the file, where that holds several
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +54,8 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = read_json(self.folder / "config.json", "a model folder needs one")
-        self.tensors = stored_tensors(self.folder)
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        self.tensors = _by_expert(stored_tensors(self.folder), family)
 
     @cached_property
     def formats(self) -> dict[str, Format]:
@@ -91,11 +95,11 @@ class Checkpoint:
         """One tensor as stored."""
         if name not in self.tensors:
             raise StorageError(f"tensor {name} is missing in {self.folder}; the checkpoint is incomplete")
-        file = self.tensors[name].file
+        file, _, part = self.tensors[name]
         try:
             with self._open(file) as opened:
-                tensor: Tensor = opened.get_tensor(name)
-                return tensor
+                tensor: Tensor = opened.get_tensor(part.stored if part else name)
+                return part.take(tensor) if part else tensor
         except (SafetensorError, OSError) as error:
             raise _broken(file, error) from error
 
@@ -217,6 +221,19 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder / INDEX} names {len(missing)} tensors that their files do not hold, the first is {missing[0]}"
         )
     return tensors
+
+
+def _by_expert(tensors: Mapping[str, StoredTensor], family: Family | None) -> dict[str, StoredTensor]:
+    """Tensors as files have them, those with all experts of a layer in parts, as the family says."""
+    found: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        shape = stored.info.shape
+        parts = family.slices(name, shape[0]) if family and len(shape) > 1 else {}
+        for part, where in parts.items():
+            found[part] = StoredTensor(stored.file, TensorInfo(stored.info.dtype, where.shape(shape)), where)
+        if not parts:
+            found[name] = stored
+    return found
 
 
 def read_all(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:

@@ -29,6 +29,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "w8a8": ("ct-int8", {}),
     "nf4-plain": ("nf4", {"double_quant": False}),
     "fp4-plain": ("fp4", {"double_quant": False}),
+    "ct-mxfp4": ("ct-mxfp4", {}),
 }
 
 

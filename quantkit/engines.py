@@ -30,6 +30,7 @@ class Layers:
 
     formats: Mapping[str, Format]
     kept_in_blocks: tuple[str, ...] = ()
+    experts_apart: bool = False  # one by one, in a family whose experts others read from one tensor
 
     @property
     def kept_unevenly(self) -> bool:
@@ -112,6 +113,9 @@ def _kind(fmt: Format, *, mixed: bool) -> str:
 def _refusals(layers: Layers, dialect: Dialect | None) -> Iterator[Refusal]:
     """What speaks against the layers together."""
     mixed, gptq = len(layers.distinct) > 1, isinstance(dialect, GptqDialect)
+    if layers.experts_apart:
+        said = "reads all experts of a layer of this family from one tensor, but here they are stored one by one"
+        yield from (Refusal(engine, said) for engine in get_args(EngineName) if engine != "quantkit")
     if mixed and isinstance(dialect, CompressedTensorsDialect):
         yield Refusal("SGLang", "mixed compressed-tensors groups are not fused")
     if mixed and gptq:

@@ -1,44 +1,52 @@
 """Experts as linear layers. transformers keeps those of a layer in two tensors, where no hook reaches one of them.
 
-The linears get the names that they have in files, and their weights are views of the tensors: nothing is copied.
+The linears get the names that they have in files, and their weights and biases are views of the tensors: nothing is
+copied.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.arch import Config, Family
+from quantkit.arch import Config, Family, Slice
 from quantkit.stages import Stage
+
+Linear = tuple[Tensor, Tensor | None]  # weight and bias
+Gated = Callable[[Tensor, Tensor], Tensor]  # what becomes of the outputs of gate and up
 
 
 class Expert(nn.Module):
-    """One MLP; `names` are those of gate, up and down."""
+    """One MLP; `linears` are gate, up and down by their names."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, names: tuple[str, str, str], activation: Any) -> None:
+    def __init__(self, linears: Mapping[str, Linear], gated: Gated) -> None:
         super().__init__()
-        self._names, self._activation = names, activation
-        for name, weight in zip(names, (gate, up, down), strict=True):
+        self._names, self._gated = tuple(linears), gated
+        for name, (weight, bias) in linears.items():
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
+            if bias is not None:
+                linear.bias = nn.Parameter(bias, requires_grad=False)
             self.add_module(name, linear)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up, down = (self.get_submodule(name) for name in self._names)
-        result: Tensor = down(self._activation(gate(hidden)) * up(hidden))
+        result: Tensor = down(self._gated(gate(hidden), up(hidden)))
         return result
 
 
 class SeparateExperts(nn.Module):
     """In the place of transformers' own, called as they are."""
 
-    def __init__(self, fused: Any, names: tuple[str, str, str]) -> None:
+    def __init__(self, experts: Iterable[Mapping[str, Linear]], gated: Gated) -> None:
         super().__init__()
-        for number, (gate_up, down) in enumerate(zip(fused.gate_up_proj.data, fused.down_proj.data, strict=True)):
-            gate, up = gate_up.chunk(2)
-            self.add_module(str(number), Expert(gate, up, down, names, fused.act_fn))
+        for number, linears in enumerate(experts):
+            self.add_module(str(number), Expert(linears, gated))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Hidden states [tokens, hidden]; the numbers and weights [tokens, experts of a token] of those chosen."""
@@ -77,12 +85,69 @@ def _replaced(name: str, old: str, new: str) -> str:
     return ".".join(new if part == old else part for part in name.split("."))
 
 
+def fused_weights(weights: Mapping[str, Tensor], family: Family, config: Config) -> dict[str, Tensor]:
+    """The experts of all layers in the tensors that transformers keeps them in; the rest as it is."""
+    found = dict(weights)
+    for layer in range(config["num_hidden_layers"] if family.fused else 0):
+        counts = {stage.experts.count for stage in family.stages(layer, config) if stage.experts}
+        for fused, ending in itertools.product(family.fused, ("", "_bias") if counts else ()):
+            name = f"{family.blocks}.{layer}.{fused.stored}{ending}"
+            slices = family.slices(name, *counts)
+            found[name] = _stacked([found.pop(part) for part in slices], list(slices.values()))
+    return found
+
+
+def _stacked(parts: list[Tensor], slices: list[Slice]) -> Tensor:
+    last = slices[-1]
+    rows, *inner = parts[0].shape
+    shape = (last.expert + 1, *inner, rows * last.step) if last.transposed else (last.expert + 1, rows * last.step)
+    whole = parts[0].new_empty(shape)
+    for part, where in zip(parts, slices, strict=True):
+        where.take(whole).copy_(part)
+    return whole
+
+
 def _separate(block: nn.Module, family: Family, stages: list[Stage]) -> None:
     linears = [name for stage in stages for name in stage.names]
     folder = module_name(family, linears[0].partition(".{}.")[0])
-    gate, up, down = (name.partition(".{}.")[2] for name in linears)
     parent, _, child = folder.rpartition(".")
     holder = block.get_submodule(parent)
     fused = getattr(holder, child)
-    if hasattr(fused, "gate_up_proj"):  # some families keep linears themselves
-        setattr(holder, child, SeparateExperts(fused, (gate, up, down)))
+    if not hasattr(fused, "gate_up_proj"):  # some families keep linears themselves
+        return
+    views = _views(fused, family, linears)
+    experts = (
+        {
+            name.partition(".{}.")[2]: (
+                views[f"{name.format(number)}.weight"],
+                views.get(f"{name.format(number)}.bias"),
+            )
+            for name in linears
+        }
+        for number in range(len(fused.down_proj))
+    )
+    setattr(holder, child, SeparateExperts(experts, partial(_gated, fused, alternating=bool(family.fused))))
+
+
+def _views(fused: Any, family: Family, linears: list[str]) -> dict[str, Tensor]:
+    """Weights and biases of all experts by their names in a block, from transformers' tensors."""
+    found: dict[str, Tensor] = {}
+    if family.fused:  # as files keep them
+        for each, ending in itertools.product(family.fused, ("", "_bias")):
+            whole = getattr(fused, each.stored.rpartition(".")[2] + ending).data
+            slices = family.slices(f".{each.stored}{ending}", len(whole))
+            found |= {name[1:]: where.take(whole) for name, where in slices.items()}
+        return found
+    for number, (gate_up, down) in enumerate(zip(fused.gate_up_proj.data, fused.down_proj.data, strict=True)):
+        weights = zip(linears, (*gate_up.chunk(2), down), strict=True)
+        found |= {f"{name.format(number)}.weight": weight for name, weight in weights}
+    return found
+
+
+def _gated(fused: Any, gate: Tensor, up: Tensor, *, alternating: bool) -> Tensor:
+    """What transformers makes of the outputs of gate and up."""
+    if alternating:
+        result: Tensor = fused._apply_gate(torch.stack([gate, up], -1).flatten(-2))
+    else:
+        result = fused.act_fn(gate) * up
+    return result

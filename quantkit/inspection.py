@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.arch import family_of
+from quantkit.arch import FAMILIES, family_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.engines import Layers, Verdict, verdicts
 from quantkit.errors import InputError
@@ -68,7 +68,12 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
 
 def layers_of(checkpoint: Checkpoint) -> Layers:
     """What the rules about engines look at."""
-    return Layers(checkpoint.formats, _kept_in_blocks(checkpoint))
+    return Layers(checkpoint.formats, _kept_in_blocks(checkpoint), _experts_apart(checkpoint))
+
+
+def _experts_apart(checkpoint: Checkpoint) -> bool:
+    family = FAMILIES.get(str(checkpoint.config.get("model_type")))
+    return bool(family and family.fused) and all(stored.part is None for stored in checkpoint.tensors.values())
 
 
 def _suffixes(checkpoint: Checkpoint, module: str) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from quantkit.arch import FAMILIES, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.devices import resolve_device
 from quantkit.errors import InputError, StorageError
-from quantkit.expert_modules import file_name, module_name, separate_experts
+from quantkit.expert_modules import file_name, fused_weights, module_name, separate_experts
 from quantkit.formats.base import DTYPES, check_choice
 from quantkit.progress import Progress, silent
 from quantkit.served import serve_inputs
@@ -62,7 +62,8 @@ def load_reference(
         separate_experts(skeleton.get_submodule(family.blocks), family, plain)
     _check_names(skeleton, weights, checkpoint.folder, family)
     with quiet_transformers():
-        loaded = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=DTYPES[dtype])
+        named = weights if family is None else fused_weights(weights, family, plain)
+        loaded = type(skeleton).from_pretrained(None, config=config, state_dict=named, dtype=DTYPES[dtype])
     loaded = loaded.to(device).eval()
     if family is not None:
         separate_experts(loaded.get_submodule(family.blocks), family, plain)

@@ -19,8 +19,8 @@ def build_skeleton(checkpoint: Checkpoint, family: Family, dtype: torch.dtype) -
 
     plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     config = AutoConfig.for_model(**plain)
-    # Soft caps exist only in the implementation that computes attention in full.
-    config._attn_implementation = "eager" if family.attn_logit_softcapping else "sdpa"
+    # Soft caps and sinks exist only in the implementation that computes attention in full.
+    config._attn_implementation = "eager" if family.attn_logit_softcapping or family.sinks else "sdpa"
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     blocks: Any = model.get_submodule(family.blocks)

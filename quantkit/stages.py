@@ -65,6 +65,7 @@ class Experts:
     per_token: int
     router: str  # the module that chooses; never quantized
     routing: Routing = Routing()
+    router_biased: bool = False
 
     @property
     def correction(self) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Fp4, LlmInt8, Nf4
+from quantkit.formats import Awq, CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, LlmInt8, Nf4
 
 UNQUANTIZED = "bf16"  # computed in --dtype
 ATTENTION = "attention"
@@ -27,6 +27,8 @@ FORMATS: dict[str, Callable[[str], Format]] = {
     "nf4": lambda dtype: Nf4(dtype=dtype),
     "nf4-plain": lambda dtype: Nf4(double_quant=False, dtype=dtype),
     "fp4": lambda dtype: Fp4(dtype=dtype),
+    "mxfp4": lambda dtype: CtMxfp4(dtype=dtype),
+    "nvfp4": lambda dtype: CtNvfp4(dtype=dtype),
     "llm-int8": lambda dtype: LlmInt8(dtype=dtype),
     "w8a8": lambda dtype: CtInt8(dtype=dtype),
     "fp8": lambda dtype: CtFloat8(dtype=dtype),

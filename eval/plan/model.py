@@ -159,9 +159,10 @@ def block_others(config: ModelConfig, raw: Config, layer: int) -> int:
     )
     experts = {stage.experts for stage in stages if stage.experts}
     routers = sum(each.count for each in experts)
+    biases += sum(each.count for each in experts if each.router_biased)
     corrections = sum(each.count for each in experts if each.correction)
     gates = len({stage.gate for stage in stages if stage.gate})
-    heads = 2 * config.head_dim if config.qk_norm else 0
+    heads = (2 * config.head_dim if config.qk_norm else 0) + (config.heads if family.sinks else 0)
     latents = 0 if config.latent is None else config.latent.rank + (config.latent.query_rank or 0)  # norms of these
     return config.hidden * (norms + routers + gates) + heads + biases + corrections + latents
 

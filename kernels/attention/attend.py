@@ -11,6 +11,8 @@ Layout   q [tokens, heads, head_dim], bfloat16 or float16, the new tokens of all
                          of several), parents before children: bit j of a new token's entry is set where it sees new
                          token j of its own sequence, 0 being the first. The caller sets the bit of the token itself.
                          Old tokens are always seen. In a chain, the entry of token i is 2**(i + 1) - 1
+         sinks           [heads], float, contiguous, or None: one more score of each query head, of a token without a
+                         value, which scale and soft_cap leave alone
 Limits   those of `cache.py`; heads a multiple of kv_heads, at most 64 times as many; no sequence has more than
          max_queries new tokens; with ancestors max_queries is at most 62, max_queries * heads / kv_heads at most 64,
          and there is no window
@@ -136,6 +138,13 @@ def _check_options(scale: float, window: int | None, soft_cap: float | None, max
         raise InputError(f"attention: max_queries is {max_queries}, but must be 1 or more")
 
 
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    check_dtype("attention", "sinks", sinks, (*HALVES, torch.float32))
+    check_shape("attention", "sinks", sinks, (q.shape[1],))
+    check_contiguous("attention", "sinks", sinks)
+    check_same_device("attention", q=q, sinks=sinks)
+
+
 def _check_ancestors(ancestors: Tensor, q: Tensor, window: int | None, max_queries: int, group: int) -> None:
     check_dtype("attention", "ancestors", ancestors, (torch.int64,))
     check_shape("attention", "ancestors", ancestors, (q.shape[0],))
@@ -228,6 +237,7 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Scratch | None = None,
     max_context: int | None = None,
@@ -247,13 +257,15 @@ def attend(
     _check_options(scale, window, soft_cap, max_queries)
     tokens, heads, _ = q.shape
     group = heads // layout.kv_heads
+    if sinks is not None:
+        _check_sinks(sinks, q)
     if ancestors is not None:
         _check_ancestors(ancestors, q, window, max_queries, group)
     sequences = page_table.shape[0]
     if tokens == 0 or sequences == 0:
         return out
     cap = None if soft_cap is None else float(soft_cap)
-    tensors = (q, out, cache_k, cache_v, *batch, k_scale, v_scale)
+    tensors = (q, out, cache_k, cache_v, *batch, k_scale, v_scale, sinks)
     scalars = (float(scale), cap, window, page_table.stride(0), *q.stride()[:2], *out.stride()[:2])
     chosen = plan(tokens, sequences, max_queries, group)
     if chosen.decode_rows:
@@ -267,7 +279,9 @@ def attend(
         launch_decode((*tensors, ancestors), scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)
     if chosen.prefill:
         caches = (cache_k, cache_v)
-        fast = hopper.supports(q, caches, layout, window=window, soft_cap=soft_cap, scaled=k_scale is not None)
+        fast = sinks is None and hopper.supports(
+            q, caches, layout, window=window, soft_cap=soft_cap, scaled=k_scale is not None
+        )
         if prefill is None and fast and max_queries * group >= hopper.FEWEST_ROWS:
             prefill = HopperPrefillConfig()
         way = prefill or prefill_config(layout.padded_dim, card_of(q.device))

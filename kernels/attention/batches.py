@@ -40,6 +40,7 @@ def random_batch(
     window: int | None = None,
     soft_cap: float | None = None,
     ancestors: bool = False,
+    sinks: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Batch:
@@ -62,6 +63,8 @@ def random_batch(
     _poison_tails(keys, values, table, contexts, page_size)
     starts = torch.tensor([0, *new]).cumsum(0)
     q = torch.randn(int(starts[-1]), kv_heads * group, head_dim, generator=generator, device=device, dtype=dtype)
+    if sinks:
+        options["sinks"] = 2 * torch.randn(kv_heads * group, generator=generator, device=device, dtype=dtype)
     lengths = torch.tensor(list(contexts), dtype=torch.int32, device=device)
     return Batch((q, keys, values, table, lengths, starts.int().to(device)), options, max([1, *new]))
 

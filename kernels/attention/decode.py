@@ -33,6 +33,7 @@ from quantkit.kernels.attention.tiles import (
     multiply,
     multiply_add,
     row_offsets,
+    sink_scores,
 )
 from quantkit.kernels.chain import chained, wait_for_last
 
@@ -103,6 +104,7 @@ def _decode(
     starts,
     k_scale,
     v_scale,
+    sinks,
     ancestors,
     partial,
     stats,
@@ -170,6 +172,9 @@ def _decode(
     table = page_table + sequence.to(tl.int64) * table_stride
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over the columns once, after the loop
+    if sinks is not None:  # a weight of 1 in the first split, as if that had seen a token without a value
+        top = tl.where(split == 0, sink_scores(sinks, head, steep, GROUP, BLOCK_M), top)
+        weights += tl.where((tl.arange(0, BLOCK_N) == 0) & (split == 0), 1.0, 0.0)[None, :]
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     pages = load_pages(table, begin, oldest, end, PAGE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):

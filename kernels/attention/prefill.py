@@ -32,6 +32,7 @@ from quantkit.kernels.attention.tiles import (
     multiply_add,
     row_offsets,
     settle,
+    sink_scores,
 )
 from quantkit.kernels.card import NO_GPU, Card
 
@@ -118,6 +119,7 @@ def _prefill(
     starts,
     k_scale,
     v_scale,
+    sinks,
     scale,
     soft_cap,
     window,
@@ -171,6 +173,9 @@ def _prefill(
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:  # as if a token without a value had been seen
+        top = sink_scores(sinks, head, scale * LOG2_E if soft_cap is None else LOG2_E, GROUP, BLOCK_M)
+        total += 1.0
     pages = load_pages(table, begin, oldest, context, PAGE, BLOCK_N)
     for start in range(begin, latest + 1, BLOCK_N):
         following = load_pages(table, start + BLOCK_N, oldest, context, PAGE, BLOCK_N)

@@ -100,6 +100,13 @@ def cap_scores(scores, scale, soft_cap):
 
 
 @triton.jit
+def sink_scores(sinks, head, steep, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sinks of rows [BLOCK_M] as scores that `steep` has yet to multiply; row r is query head r % GROUP."""
+    own = tl.load(sinks + head * GROUP + tl.arange(0, BLOCK_M) % GROUP)
+    return own.to(tl.float32) * LOG2_E / steep
+
+
+@triton.jit
 def find_sequence(starts, slot, sequences, QUERIES: tl.constexpr, CHUNK: tl.constexpr):
     """The sequence whose query tiles include number `slot`, where sequence s owns starts[s] // QUERIES + s and up.
 

@@ -38,8 +38,12 @@ def attend_one(
     window: int | None,
     soft_cap: float | None,
     ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [new, heads, dim], k and v [context, kv_heads, dim], computed in their dtype: [new, heads, dim]."""
+    """q [new, heads, dim], k and v [context, kv_heads, dim], computed in their dtype: [new, heads, dim].
+
+    `sinks` [heads] are one more score of every query, of a token without a value.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -47,7 +51,9 @@ def attend_one(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     seen = visible(len(q), len(k), window, q.device) if ancestors is None else visible_in_tree(ancestors, len(k))
     scores = scores.masked_fill(~seen, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 def attend(
@@ -64,6 +70,7 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """See `attention/attend.py`; computed and returned in `dtype`. Rows of no sequence are zero."""
@@ -81,5 +88,7 @@ def attend(
             k, v = k * k_scale.to(dtype)[:, None], v * v_scale.to(dtype)[:, None]
         new = q[begin:end].to(dtype)
         tree = None if ancestors is None else ancestors[begin:end]
-        out[begin:end] = attend_one(new, k, v, scale=scale, window=window, soft_cap=soft_cap, ancestors=tree)
+        out[begin:end] = attend_one(
+            new, k, v, scale=scale, window=window, soft_cap=soft_cap, ancestors=tree, sinks=sinks
+        )
     return out

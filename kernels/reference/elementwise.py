@@ -21,9 +21,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, plu
     return rms_norm(residual, weight, eps, plus_one=plus_one)
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """See `activation.py`."""
+def gated_activation(gate_up: Tensor, activation: str, *, clip: tuple[float, float] | None = None) -> Tensor:
+    """See `activation.py`. With a limit and a factor, both halves are clipped, the gate above only, and SiLU's sigmoid
+    is that of the factor times the gate, times up + 1 (gpt-oss)."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if clip is not None:
+        limit, factor = clip
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(factor * gate) * (up + 1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return active * up
 

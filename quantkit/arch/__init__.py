@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from quantkit.arch.dense import GEMMA2, GEMMA3_TEXT, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from quantkit.arch.family import Family
+from quantkit.arch.fused import Slice
 from quantkit.arch.latent import DEEPSEEK_V2, DEEPSEEK_V3
-from quantkit.arch.routed import GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from quantkit.arch.routed import GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from quantkit.arch.sizes import Config
 from quantkit.errors import InputError, did_you_mean
 
@@ -21,6 +22,7 @@ __all__ = [
     "GEMMA2",
     "GEMMA3_TEXT",
     "GLM4_MOE",
+    "GPT_OSS",
     "LLAMA",
     "MISTRAL",
     "MIXTRAL",
@@ -31,11 +33,12 @@ __all__ = [
     "QWEN3_MOE",
     "Config",
     "Family",
+    "Slice",
     "family_of",
 ]
 
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3_TEXT, PHI3)
-_ROUTED = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+_ROUTED = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
 FAMILIES = {family.model_type: family for family in _DENSE + _ROUTED}
 
 

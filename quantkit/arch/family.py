@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.arch.fused import Fused, Slice
 from quantkit.arch.sizes import MOST_LAYERS, Config, LatentSizes, latent_sizes, size
 from quantkit.stages import Fold, Group, Stage, dense_stages
 
@@ -29,17 +30,21 @@ class Family:
     norm_eps: float = 1e-6
     qk_norm: bool = False  # RMS norms `self_attn.q_norm` and `k_norm` over each head, before rope
     qk_norm_key: str | None = None  # of config.json, where that says whether there are some
-    # config: `attention_bias`, which covers o_proj as well; inputs: the same without o_proj. unless: `qkv_bias`, true
-    # where config.json is silent.
-    qkv_bias: Literal["never", "always", "config", "inputs", "unless"] = "never"
-    mlp_bias: Literal["never", "config"] = "never"  # config: `mlp_bias`, of all MLPs but experts
+    # config: `attention_bias`, which covers o_proj as well; assumed: the same, true where config.json is silent.
+    # inputs: `attention_bias` without o_proj. unless: `qkv_bias`, true where config.json is silent.
+    qkv_bias: Literal["never", "always", "config", "assumed", "inputs", "unless"] = "never"
+    # always: experts too. config: `mlp_bias`, of all MLPs but experts.
+    mlp_bias: Literal["never", "always", "config"] = "never"
+    sinks: bool = False  # `self_attn.sinks`: a score for every head that joins the softmax and has no value
     activation: str = "silu"
+    clipped: tuple[float, float] | None = None  # `swiglu_limit` and `swiglu_alpha`, where gate and up are clipped
     activation_key: str = "hidden_act"
     # one: all layers alike. partial: only the first `partial_rotary_factor` of each head is rotated. per-layer-type:
     # sliding layers have a base of their own (`rope_local_base_freq`, or `rope_parameters` by layer type).
     rope: Literal["one", "partial", "per-layer-type"] = "one"
     rope_theta: float = 10_000.0
     partial_rotary_factor: float = 1.0
+    rope_defaults: tuple[tuple[str, str | float | bool], ...] = ()  # `rope_parameters` of a file without any
     longrope_aliases: tuple[str, ...] = ()  # rope types that mean `longrope` in older files of this family
     # switched: all layers, only under `use_sliding_window`. upper: the same from layer `max_window_layers` on. lower:
     # the same for every second layer below. alternating: all layers but every `full_every`-th. In the last three,
@@ -53,6 +58,7 @@ class Family:
     final_logit_softcapping: float | None = None
     # Parts of a layer that files call otherwise than transformers: name in the files -> name of the module.
     renamed: tuple[tuple[str, str], ...] = ()
+    fused: tuple[Fused, ...] = ()  # tensors of files that hold all experts of a layer
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size), the factor rounded to the weights' dtype
     tie_word_embeddings: bool = False
 
@@ -69,8 +75,16 @@ class Family:
         layers = range(size(config, "num_hidden_layers", MOST_LAYERS))
         return [[self.modules(layer, stage) for stage in self.stages(layer, config)] for layer in layers]
 
+    def fused_linears(self, config: Config) -> list[list[Group]]:
+        """The linears of every layer that engines run as one matrix: as above, each expert's by themselves."""
+        layers = range(size(config, "num_hidden_layers", MOST_LAYERS))
+        return [
+            [self.modules(layer, each) for stage in self.stages(layer, config) for each in stage.by_expert]
+            for layer in layers
+        ]
+
     def linear_groups(self, config: Config) -> list[Group]:
-        """The same without the division into layers."""
+        """The linears of every stage without the division into layers."""
         return [linears for stages in self.linears_by_stage(config) for linears in stages]
 
     def linears(self, config: Config) -> list[str]:
@@ -82,13 +96,15 @@ class Family:
         roles: tuple[str, ...] = ()
         if self.qkv_bias == "always" or (self.qkv_bias == "unless" and config.get("qkv_bias", True)):
             roles = ("qkv",)
-        elif self.qkv_bias in ("config", "inputs") and config.get("attention_bias"):
-            roles = ("qkv", "output") if self.qkv_bias == "config" else ("qkv",)
-        if self.mlp_bias == "config" and config.get("mlp_bias"):
+        elif self.qkv_bias in ("config", "inputs", "assumed"):
+            roles = ("qkv", "output") if config.get("attention_bias", self.qkv_bias == "assumed") else ()
+            roles = roles[:1] if self.qkv_bias == "inputs" else roles
+        if self.mlp_bias == "always" or (self.mlp_bias == "config" and config.get("mlp_bias")):
             roles += ("gate_up", "down", "shared_gate_up", "shared_down")
-        stages = [stage for stage in self.stages(layer, config) if stage.role in roles and not stage.experts]
+        stages = [stage for stage in self.stages(layer, config) if stage.role in roles]
         never = "self_attn.q_proj" if self.latent else None
-        return tuple(name for stage in stages for name in stage.names if name != never)
+        experts = self.mlp_bias == "always"
+        return tuple(name for stage in stages if experts or not stage.routed for name in stage.linears if name != never)
 
     def is_beyond(self, name: str, config: Config) -> bool:
         """Whether a tensor is of a layer after the last one, made to guess tokens: nobody here runs it."""
@@ -108,6 +124,10 @@ class Family:
 
     def has_qk_norm(self, config: Config) -> bool:
         return self.qk_norm if self.qk_norm_key is None else bool(config.get(self.qk_norm_key))
+
+    def slices(self, name: str, experts: int) -> dict[str, Slice]:
+        """Of a tensor in the files that holds so many experts: what it holds of each; empty for any other tensor."""
+        return {part: where for fused in self.fused for part, where in fused.slices(name, experts)}
 
     def tied(self, config: Config) -> bool:
         """Whether lm_head is the embedding matrix. Gemma's config.json is silent and means yes."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from quantkit.arch.family import DENSE, Family
+from quantkit.arch.fused import Fused
 from quantkit.arch.routing import CorrectedRouting
 from quantkit.arch.sizes import Config, size
 from quantkit.errors import InputError
@@ -45,6 +46,15 @@ def _qwen2_moe(layer: int, config: Config) -> tuple[Stage, ...]:
         return stages
     width = size(config, "shared_expert_intermediate_size", default=5632)
     return stages + mlp_stages("mlp.shared_expert", "shared_", width=width, gate="mlp.shared_expert_gate")
+
+
+def _gpt_oss(_: int, config: Config) -> tuple[Stage, ...]:
+    """A softmax over the chosen logits is one over all of them, divided by the sum of the chosen. Between gate_up and
+    down stands `up + 1`, clipped, so that no scales go into up."""
+    count = _experts(config, default=128)
+    experts = Experts(count, _chosen(config, count, default=4), "mlp.router", router_biased=True)
+    gate_up, down = mlp_stages("mlp.experts.{}", experts=experts)
+    return (*DENSE[:2], gate_up, replace(down, fold=None))
 
 
 class ReadRouting(Protocol):
@@ -128,6 +138,34 @@ GLM4_MOE = Family(
     norm_eps=1e-5,
     rope="partial",
     partial_rotary_factor=0.5,
+)
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    layout=_gpt_oss,
+    qkv_bias="assumed",
+    mlp_bias="always",
+    norm_eps=1e-5,
+    sinks=True,
+    clipped=(7.0, 1.702),
+    rope_theta=150_000.0,
+    rope_defaults=(
+        ("rope_type", "yarn"),
+        ("factor", 32.0),
+        ("beta_fast", 32.0),
+        ("beta_slow", 1.0),
+        ("truncate", False),
+        ("original_max_position_embeddings", 4096),
+    ),
+    sliding="alternating",
+    full_every=2,
+    sliding_window=128,
+    head_dim=64,
+    fused=(
+        Fused("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")),
+        Fused("mlp.experts.down_proj", ("mlp.experts.{}.down_proj",)),
+    ),
 )
 
 

@@ -13,7 +13,10 @@ from quantkit.wording import human_bytes
 @click.command("convert", short_help="Rewrite a quantized checkpoint in another format.")
 @click.argument("checkpoint")
 @click.option(
-    "--to", required=True, metavar="FORMAT", help="gptq, gptq-v2, awq, compressed-tensors, w8a8, nf4-plain ..."
+    "--to",
+    required=True,
+    metavar="FORMAT",
+    help="gptq, gptq-v2, awq, compressed-tensors, w8a8, nf4-plain, ct-mxfp4 ...",
 )
 @output_option
 @overwrite_option

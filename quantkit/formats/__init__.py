@@ -22,10 +22,12 @@ from quantkit.formats.ct_integer import CtInt8, CtPacked
 from quantkit.formats.gptq import Gptq, GptqDialect
 from quantkit.formats.integer import IntegerFormat, IntegerWeight
 from quantkit.formats.llm_int8 import AbsmaxInt8Weight, LlmInt8
+from quantkit.formats.mxfp4 import BlockMxfp4, CtMxfp4, Mxfp4Dialect
+from quantkit.formats.nvfp4 import CtNvfp4
 
 DIALECTS: dict[str, Dialect] = {
     dialect.quant_method: dialect
-    for dialect in (GptqDialect(), AwqDialect(), BitsAndBytesDialect(), CompressedTensorsDialect())
+    for dialect in (GptqDialect(), AwqDialect(), BitsAndBytesDialect(), CompressedTensorsDialect(), Mxfp4Dialect())
 }
 FORMATS: dict[str, type[Format]] = {fmt.name: fmt for dialect in DIALECTS.values() for fmt in dialect.formats}
 
@@ -79,9 +81,12 @@ __all__ = [
     "FORMATS",
     "AbsmaxInt8Weight",
     "Awq",
+    "BlockMxfp4",
     "CodebookWeight",
     "CtFloat8",
     "CtInt8",
+    "CtMxfp4",
+    "CtNvfp4",
     "CtPacked",
     "Dialect",
     "Float8Weight",

@@ -10,10 +10,11 @@ kind of quantized weight convert losslessly: `target.pack(source.unpack(parts))`
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_type_hints
 
@@ -82,6 +83,13 @@ class QuantizedWeight(ABC):
         """Some outputs and inputs; decodes to exactly that part of what the whole decodes to."""
         raise InputError(f"a {type(self).__name__} cannot be cut")
 
+    def split_rows(self, sizes: list[int]) -> Sequence[QuantizedWeight]:
+        """Layers that were stacked along their outputs, apart again."""
+        ends = itertools.accumulate(sizes)
+        return [
+            self.cut(slice(end - size, end), slice(0, self.shape[1])) for size, end in zip(sizes, ends, strict=True)
+        ]
+
 
 class Format(ABC):
     """How the quantized weight of one linear layer looks on disk. Subclasses are frozen dataclasses of options."""
@@ -89,6 +97,7 @@ class Format(ABC):
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]  # every part this format may own, required or not
     dtype_follows_model: ClassVar[bool]  # whether the option `dtype` defaults to the model's own dtype
+    scales_tensor: ClassVar[bool] = False  # whether one scale covers the tensor, which layers run as one matrix share
     dtype: str
     bits: int
 

@@ -119,7 +119,7 @@ class Bnb4Bit(Format):
             parts["weight.nested_quant_map"] = nested.table.clone()
             state |= {"nested_blocksize": nested.block, "nested_dtype": "float32", "nested_offset": nested.offset}
         else:
-            parts["weight.absmax"] = weight.absmax
+            parts["weight.absmax"] = weight.block_scales
         parts[STATE + self.kind] = _state_part(state)
         return parts
 
@@ -160,7 +160,7 @@ class Bnb4Bit(Format):
         if isinstance(scales, NestedScales):
             state["nested_blocksize"] = scales.block
             narrowed |= {"weight.absmax": scales.codes, "weight.nested_absmax": scales.scales}
-        else:
+        elif isinstance(scales, Tensor):
             narrowed["weight.absmax"] = scales
         return Narrowed(narrowed | {STATE + self.kind: _state_part(state)}, outputs, inputs)
 

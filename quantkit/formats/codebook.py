@@ -1,8 +1,8 @@
 """Weights as indices into a table of values, scaled per block: `weight = table[code] * absmax[block]`.
 
 Blocks run over the row-major flattened weight, across row ends; the last one may be short. NF4 places its 16 values at
-the quantiles of a normal distribution, FP4 at those of a tiny float. Double quantization stores the absmax of each
-block in 8 bits as well, against a second table.
+the quantiles of a normal distribution, FP4 at those of a tiny float, E2M1 (`e2m1.py`) at those of another. Double
+quantization stores the absmax of each block in 8 bits as well, against a second table.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _FP4_POSITIVE = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)  # by bit pattern, in twelfths; codes 8..15 are negative
+_E2M1_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the same, whole
 
 
 @cache
 def table_of(kind: str) -> Tensor:
-    """The 16 values of `nf4` or `fp4`, indexed by code."""
+    """The 16 values of `nf4`, `fp4` or `e2m1`, indexed by code."""
     if kind == "nf4":
         return torch.tensor(_NF4)
-    positive = torch.tensor(_FP4_POSITIVE) / 12
+    positive = torch.tensor(_FP4_POSITIVE) / 12 if kind == "fp4" else torch.tensor(_E2M1_POSITIVE)
     return torch.cat([positive, -positive])
 
 
@@ -86,10 +87,27 @@ class NestedScales:
         return unscale_blocks(self.table.to(self.codes.device)[self.codes.int()], self.scales, self.block) + offset
 
 
-def cut_scales(absmax: Tensor | NestedScales, shape: Shape, outputs: Index, inputs: slice) -> Tensor | NestedScales:
-    """Scales [out * in] of a part of [out, in] blocks. Nested ones stay nested."""
+@dataclass(frozen=True)
+class DividedScales:
+    """Block scales in 8-bit floats, all divided by one number: `scale = value / divisor`."""
+
+    values: Tensor  # float8_e4m3fn [blocks]
+    divisor: Tensor  # float32 [1]
+
+    def decode(self) -> Tensor:
+        return self.values.float() / self.divisor
+
+
+BlockScales = Tensor | NestedScales | DividedScales
+
+
+def cut_scales(absmax: BlockScales, shape: Shape, outputs: Index, inputs: slice) -> BlockScales:
+    """Scales [out * in] of a part of [out, in] blocks, in the form that they have."""
     if isinstance(absmax, Tensor):
         return absmax.view(shape)[outputs][:, inputs].flatten()
+    if isinstance(absmax, DividedScales):
+        bytes_ = absmax.values.view(torch.uint8).view(shape)[outputs][:, inputs].flatten()  # torch indexes no float8
+        return DividedScales(bytes_.view(absmax.values.dtype), absmax.divisor)
     places, every = _regroup(shape, outputs, inputs, absmax.block)
     codes = absmax.codes.view(shape)[outputs][:, inputs].flatten()
     return NestedScales(codes, absmax.scales[places.to(codes.device)], absmax.offset, absmax.table, every)
@@ -124,11 +142,11 @@ def nest_scales(absmax: Tensor) -> NestedScales:
 
 @dataclass(frozen=True)
 class CodebookWeight(QuantizedWeight):
-    """Table indices with their block scales, plain or nested."""
+    """Table indices with their block scales."""
 
-    kind: str  # nf4 | fp4
+    kind: str  # nf4 | fp4 | e2m1
     codes: Tensor  # uint8 [out * in]
-    absmax: Tensor | NestedScales  # float32 [blocks]
+    absmax: BlockScales  # float [blocks]; e2m1: of the value 1, not of the largest
     block: int
     full_shape: Shape
 
@@ -138,7 +156,7 @@ class CodebookWeight(QuantizedWeight):
 
     @property
     def block_scales(self) -> Tensor:
-        return self.absmax.decode() if isinstance(self.absmax, NestedScales) else self.absmax
+        return self.absmax if isinstance(self.absmax, Tensor) else self.absmax.decode()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         values = table_of(self.kind).to(self.codes.device)[self.codes.int()]

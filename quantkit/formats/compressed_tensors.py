@@ -10,13 +10,22 @@ from quantkit.errors import InputError
 from quantkit.formats.base import Dialect, EngineName, Format, TensorInfo, modules_with, stored_dtype
 from quantkit.formats.ct_float8 import BLOCK, CtFloat8
 from quantkit.formats.ct_integer import CtInt8, CtPacked
+from quantkit.formats.e2m1 import MX_BLOCK, NV_BLOCK
+from quantkit.formats.mxfp4 import CtMxfp4
+from quantkit.formats.nvfp4 import CtNvfp4
 
-_ON_DISK = {CtPacked: "pack-quantized", CtInt8: "int-quantized", CtFloat8: "float-quantized"}
+_ON_DISK = {
+    CtPacked: "pack-quantized",
+    CtInt8: "int-quantized",
+    CtFloat8: "float-quantized",
+    CtMxfp4: "mxfp4-pack-quantized",
+    CtNvfp4: "nvfp4-pack-quantized",
+}
 
 
 class CompressedTensorsDialect(Dialect):
     quant_method: ClassVar[str] = "compressed-tensors"
-    formats: ClassVar[tuple[type[Format], ...]] = (CtPacked, CtInt8, CtFloat8)
+    formats: ClassVar[tuple[type[Format], ...]] = (CtPacked, CtInt8, CtFloat8, CtMxfp4, CtNvfp4)
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("compressed-tensors",)}
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
@@ -83,6 +92,11 @@ def _group(fmt: Format, targets: list[str]) -> dict[str, Any]:
     elif isinstance(fmt, CtInt8):
         weights = _args(8, "int", "channel")
         inputs = _args(8, "int", "token", dynamic=True, observer=None)
+    elif isinstance(fmt, CtMxfp4):
+        weights = _args(4, "float", "group", group_size=MX_BLOCK, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
+    elif isinstance(fmt, CtNvfp4):
+        small = "torch.float8_e4m3fn"
+        weights = _args(4, "float", "tensor_group", group_size=NV_BLOCK, scale_dtype=small, zp_dtype=small)
     else:
         assert isinstance(fmt, CtFloat8)
         weights = _args(8, "float", fmt.strategy)
@@ -117,6 +131,8 @@ def _group_of(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]
 
 def _read_group(group: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> Format:
     args = group["weights"]
+    if args.get("type") == "float" and f"{module}.weight_packed" in tensors:
+        return _read_float4(args, module, tensors)
     dtype = stored_dtype(f"{module}.weight_scale", tensors)
     strategy = args.get("strategy") or ("channel" if args.get("group_size") in (None, -1) else "group")
     if f"{module}.weight_packed" in tensors:
@@ -133,6 +149,21 @@ def _read_group(group: Mapping[str, Any], module: str, tensors: Mapping[str, Ten
             raise InputError(f"{module}: int-quantized with strategy {strategy} or zero points is not supported")
         return CtInt8(dtype=dtype)
     return CtFloat8(strategy=strategy, activations=_activations(group.get("input_activations")), dtype=dtype)
+
+
+def _read_float4(args: Mapping[str, Any], module: str, tensors: Mapping[str, TensorInfo]) -> Format:
+    """Inputs that are rounded elsewhere, to 4 or 8 bits, stay in 16 bits here."""
+    scheme = (args["num_bits"], args.get("group_size"))
+    if scheme == (4, MX_BLOCK):
+        return CtMxfp4()
+    if scheme == (4, NV_BLOCK) and f"{module}.weight_global_scale" in tensors:
+        return CtNvfp4()
+    if scheme == (4, NV_BLOCK):
+        raise InputError(f"the checkpoint is incomplete: {module}.weight_global_scale is missing")
+    raise InputError(
+        f"{module}: packed floats of {scheme[0]} bits in groups of {scheme[1]} are not supported; MXFP4 has 4 bits in "
+        f"groups of {MX_BLOCK}, NVFP4 in groups of {NV_BLOCK}"
+    )
 
 
 def _activations(args: Mapping[str, Any] | None) -> str:

@@ -60,7 +60,6 @@ class IntegerWeight(QuantizedWeight):
         return IntegerWeight(codes, scales, zeros, self.bits, size, None if in_order else group)
 
     def split_rows(self, sizes: list[int]) -> list[IntegerWeight]:
-        """The layers that were stacked along their outputs, apart again."""
         parts = zip(*(part.split(sizes) for part in (self.codes, self.scales, self.zeros)), strict=True)
         return [replace(self, codes=codes, scales=scales, zeros=zeros) for codes, scales, zeros in parts]
 

@@ -190,12 +190,12 @@ class BlockQuantizer:
 
 
 def _round(method: Method, weights: list[Tensor], fmt: Format, inputs: InputStatistics) -> list[Rounded]:
-    """Integer grids have no scale beyond one row, so layers that share an input are rounded as one matrix."""
-    if len(weights) == 1 or not isinstance(fmt, IntegerFormat):
+    """Layers that share an input are rounded as one matrix on integer grids, which have no scale beyond one row, and
+    where they must share the scale of the whole."""
+    if len(weights) == 1 or not (isinstance(fmt, IntegerFormat) or fmt.scales_tensor):
         return [method.round(weight, fmt, inputs) for weight in weights]
     sizes = [len(weight) for weight in weights]
     whole = method.round(torch.cat(weights), fmt, inputs)
-    assert isinstance(whole.quantized, IntegerWeight)
     none: list[Tensor | None] = [None] * len(sizes)
     losses = none if whole.loss is None else list(whole.loss.split(sizes))
     plain = none if whole.rounding_loss is None else list(whole.rounding_loss.split(sizes))

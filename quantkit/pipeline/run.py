@@ -97,7 +97,7 @@ def _run(job: Job, chosen: Mapping[str, Format], journal: Journal, on_layer: Pro
     with Behind() as behind:  # a block is written while the next one is worked on
         if job.tokens is None:
             for block in round_blocks(
-                job.source, job.blocks, chosen, job.method, job.device, advance, first=journal.finished
+                job.source, job.family, chosen, job.method, job.device, advance, first=journal.finished
             ):
                 behind.do(journal.commit, *_unit(block, clock))
         else:

@@ -123,7 +123,7 @@ def _card(job: Job, report: QuantizeReport, chosen: Mapping[str, Format]) -> str
             bytes=report.bytes,
             layers=report.layers,
             kept=job.kept,
-            engines=verdicts(Layers(chosen, tuple(job.kept))),
+            engines=verdicts(Layers(chosen, tuple(job.kept), bool(job.family.fused))),
             calibration=report.calibration,
             quality=report.quality,
             license=license_of(job.source.folder),

@@ -44,7 +44,7 @@ def make_plan(job: Job) -> QuantizePlan:
         blocks=_groups_by_block(family, source, job.plan, job.shapes),
         hidden=int(source.config["hidden_size"]),
         heads=int(source.config["num_attention_heads"]),
-        eager=family.attn_logit_softcapping is not None,
+        eager=family.attn_logit_softcapping is not None or family.sinks,
         dtype=source.dtype,
         source_bytes=model.bytes,
         output_bytes=written.bytes,
@@ -55,7 +55,8 @@ def make_plan(job: Job) -> QuantizePlan:
         device=job.device,
     )
     needs = _needs(work, written, Path(job.output))
-    engines = tuple(verdicts(Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept)))
+    layers = Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept, bool(job.family.fused))
+    engines = tuple(verdicts(layers))
     warnings = tuple(_warnings(method, chosen, work, needs))
     return QuantizePlan(model, method, written, needs, engines, warnings)
 

@@ -36,6 +36,7 @@ class ModelConfig:
     stages: tuple[tuple[Stage, ...], ...]  # of every layer: of attention, then of the MLP, then of `SHARED`
     qk_norm: bool
     activation: str
+    clip: tuple[float, float] | None  # limit of gate and up, and the factor inside of the sigmoid
     norm_eps: float
     attention_scale: float
     attention_cap: float | None
@@ -148,6 +149,7 @@ def read_model_config(config: Config, generation: Config | None = None) -> Model
         stages=tuple(_stages(family, layer, config) for layer in range(layers)),
         qk_norm=family.has_qk_norm(config),
         activation=_activation(config, family),
+        clip=_clip(config, family),
         norm_eps=float(config.get("rms_norm_eps", family.norm_eps)),
         attention_scale=_attention_scale(config, family, latent),
         attention_cap=_cap(config, "attn_logit_softcapping", family.attn_logit_softcapping),
@@ -209,6 +211,14 @@ def _activation(config: Config, family: Family) -> str:
     if named not in _ACTIVATIONS:
         raise InputError(f"config.json: activation '{named}' is not supported; supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[named]
+
+
+def _clip(config: Config, family: Family) -> tuple[float, float] | None:
+    if family.clipped is None:
+        return None
+    keys = zip(("swiglu_limit", "swiglu_alpha"), family.clipped, strict=True)
+    limit, alpha = (float(config.get(key, default)) for key, default in keys)
+    return limit, alpha
 
 
 def _cap(config: Config, key: str, default: float | None) -> float | None:

@@ -137,6 +137,7 @@ class Decoder:
             k_scale=cache.scale,
             v_scale=cache.scale,
             ancestors=batch.ancestors,
+            sinks=block.sinks,
             scratch=self._scratch,
         )
         return self._whole(block.output, attended.flatten(1))
@@ -176,7 +177,8 @@ class Decoder:
         return self._whole(block.output, latent.out_of_latents(attended, own.value_up).flatten(1))
 
     def _dense_mlp(self, mlp: DenseMlp, x: Tensor) -> Tensor:
-        return self._whole(mlp.down, self._ops.gated_activation(mlp.gate_up(x), self.config.activation))
+        gate_up = mlp.gate_up(x)
+        return self._whole(mlp.down, self._ops.gated_activation(gate_up, self.config.activation, clip=self.config.clip))
 
     def _add(self, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor | None) -> Tensor:
         """residual += x (through its own norm where the family has one); then the norm that follows, where one does."""

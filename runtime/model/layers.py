@@ -109,6 +109,7 @@ class Block:
     mlp: Mlp
     after_mlp: Tensor | None
     latent: LatentProjections | None = None  # where attention is of that kind
+    sinks: Tensor | None = None  # [heads], scores of no token that join the softmax, in families that have them
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -98,6 +98,7 @@ class _BlockReader:
             mlp=self._mlp(),
             after_mlp=None if mlp.post_norm is None else self._norm(mlp.post_norm),
             latent=None if config.latent is None else self._latent(config.latent),
+            sinks=self.reader.tensor(self._full("self_attn.sinks"), (config.heads,)) if config.family.sinks else None,
         )
 
     def _latent(self, sizes: LatentSizes) -> LatentProjections:
@@ -117,8 +118,8 @@ class _BlockReader:
         return {stage.role: stage for stage in self.reader.config.stages[self.layer]}
 
     @cached_property
-    def _biased(self) -> tuple[str, ...]:
-        return self.reader.config.family.biased(self.layer, self.reader.checkpoint.config)
+    def _biased(self) -> frozenset[str]:
+        return frozenset(self.reader.config.family.biased(self.layer, self.reader.checkpoint.config))
 
     @cached_property
     def _shares(self) -> dict[str, GroupShare]:
@@ -142,7 +143,7 @@ class _BlockReader:
         if experts is None:
             return mlps[0]
         routing = self._in_float32 if experts.routing.float32 else self
-        router = routing._kept(experts.router, experts.count)
+        router = routing._kept(experts.router, experts.count, biased=experts.router_biased)
         return ExpertMlp(router, mlps, experts.per_token, experts.routing, self._shared_expert(), self._correction())
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
@@ -169,9 +170,10 @@ class _BlockReader:
     def _in_float32(self) -> _BlockReader:
         return replace(self, reader=replace(self.reader, dtype=torch.float32))
 
-    def _kept(self, name: str, outputs: int) -> Linear:
+    def _kept(self, name: str, outputs: int, *, biased: bool = False) -> Linear:
         """A small linear of the block that quantizers leave as it is; it reads hidden states."""
-        return self.reader.linear([self._full(name)], [outputs], self.reader.config.hidden)
+        names = [self._full(name)]
+        return self.reader.linear(names, [outputs], self.reader.config.hidden, biased=names if biased else ())
 
     def _norm(self, name: str, size: int | None = None) -> Tensor:
         return self.reader.tensor(f"{self._full(name)}.weight", (size or self.reader.config.hidden,))

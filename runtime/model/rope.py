@@ -47,7 +47,7 @@ def rope_tables(raw: Config, config: ModelConfig, positions: int, device: torch.
 
 def rope_settings(raw: Config, config: ModelConfig, kind: str = _FULL) -> dict[str, Any]:
     """`rope_type`, `rope_theta` and what the type needs, for layers of one kind."""
-    given = dict(raw.get("rope_parameters") or {})
+    given = dict(raw.get("rope_parameters") or config.family.rope_defaults)
     scaling = dict(raw.get("rope_scaling") or {})
     theta: float = raw.get("rope_theta", config.family.rope_theta)
     if config.family.rope == "per-layer-type":

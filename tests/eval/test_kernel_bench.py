@@ -59,8 +59,8 @@ def test_every_format_is_checked_and_timed(run_cli: Cli, monkeypatch: pytest.Mon
     assert report["notes"] == []
     assert report["limits"]["bandwidth_tb_s"] > 0
     linear = [row for row in report["rows"] if row["what"] == "linear"]
-    assert [row["m"] for row in linear] == [1, 3] * 16
-    assert {row["format"] for row in linear} >= {"w4", "awq", "w2", "nf4", "llm-int8", "fp8-block", "bf16"}
+    assert [row["m"] for row in linear] == [1, 3] * 18
+    assert {row["format"] for row in linear} >= {"w4", "awq", "w2", "nf4", "nvfp4", "llm-int8", "fp8-block", "bf16"}
     assert {row["layer"].split()[0] for row in report["rows"] if row["what"] == "attention"} == {"decode", "prefill"}
     for row in report["rows"]:
         assert not row["wrong"]

@@ -156,7 +156,8 @@ def test_shared_experts_and_dense_layers_are_read_by_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "recipe"), [*zip(WITH_EXPERTS, ("llm-int8", *["rtn-w4g32"] * 4, "llm-int8"), strict=True)]
+    ("family", "recipe"),
+    [*zip(WITH_EXPERTS, ("llm-int8", *["rtn-w4g32"] * 3, "mxfp4", "rtn-w4g32", "llm-int8"), strict=True)],
 )  # fmt: skip
 def test_bytes_are_those_of_a_real_checkpoint(
     family: str, recipe: str, family_model: Callable[[str], Path], tmp_path: Path

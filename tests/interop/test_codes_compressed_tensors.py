@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format
+from quantkit.formats import CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format
 from quantkit.formats.bits import pack, unpack
 from quantkit.formats.compressed_tensors import CompressedTensorsDialect
 
@@ -92,6 +92,34 @@ def _zeros(fmt: Format, parts: dict[str, Tensor]) -> Tensor | None:
     if not isinstance(fmt, CtPacked) or fmt.sym:
         return None
     return (fmt.unpack(parts).zeros.int() - (1 << (fmt.bits - 1))).to(torch.int8)
+
+
+FLOAT4 = [CtMxfp4(), CtNvfp4()]
+
+
+@pytest.mark.parametrize("shape", [(48, 256), (5, 96)], ids=str)
+@pytest.mark.parametrize("fmt", FLOAT4, ids=lambda fmt: fmt.name)
+def test_4_bit_floats_are_read_and_written_as_there(fmt: Format, shape: tuple[int, int], ct: ModuleType) -> None:
+    """Their scheme is the preset of that name, they decode ours, and write our parts by our scales."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
+
+    parts, scheme, compressor = fmt.encode(_normal(*shape)), _scheme(fmt), _compressor(fmt, ct)
+    preset = (MXFP4A16 if isinstance(fmt, CtMxfp4) else NVFP4A16)["weights"]
+    assert scheme.weights.model_dump(exclude={"observer"}) == preset.model_dump(exclude={"observer"})
+    theirs = compressor.decompress(parts, scheme)["weight"]
+    assert torch.equal(theirs, fmt.decode(parts, theirs.dtype))
+
+    codes = unpack_fp4_from_uint8(parts["weight_packed"], *shape, dtype=torch.float32)
+    scales = fmt.unpack(parts).block_scales.view(shape[0], -1)  # type: ignore[attr-defined]
+    weight = codes * scales.repeat_interleave(shape[1] // scales.shape[1], 1)
+    assert torch.equal(weight, fmt.decode(parts))
+    state = {"weight": weight, "weight_scale": scales}
+    if isinstance(fmt, CtNvfp4):
+        state |= {"weight_scale": parts["weight_scale"].float(), "weight_global_scale": parts["weight_global_scale"]}
+    written = compressor.compress(state, scheme)
+    assert torch.equal(written["weight_scale"].view(torch.uint8), parts["weight_scale"].view(torch.uint8))
+    assert torch.equal(fmt.decode(written), fmt.decode(parts))
 
 
 STATIC = CtFloat8(strategy="tensor", activations="static")

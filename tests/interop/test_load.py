@@ -80,6 +80,7 @@ TORCH = Peer(("TorchLinear", "TorchAtenLinear"), {"qweight": torch.int32})
 BNB4 = Peer(("Linear4bit",), {"weight": torch.uint8})
 BNB8 = Peer(("Linear8bitLt",), {"weight": torch.int8})
 PACKED = Peer(("Linear",), {"weight_packed": torch.int32})  # compressed-tensors fills the layers of the model
+FLOAT4 = Peer(("Linear",), {"weight_packed": torch.uint8})
 W8A8 = Peer(("Linear",), {"weight": torch.int8})
 FP8 = Peer(("Linear",), {"weight": torch.float8_e4m3fn})
 
@@ -104,6 +105,8 @@ CHECKPOINTS: dict[str, tuple[Peer, float]] = {
     "nf4": (BNB4, EXACT),
     "nf4-plain": (BNB4, EXACT),
     "fp4": (BNB4, EXACT),
+    "mxfp4": (FLOAT4, EXACT),
+    "nvfp4": (FLOAT4, EXACT),
     "llm-int8": (BNB8, INT8),
     "rtn-w4g128-ct": (PACKED, EXACT),
     "rtn-w3g128": (PACKED, EXACT),

@@ -37,6 +37,19 @@ def test_gated_activation(tokens: int, width: int, dtype: torch.dtype, activatio
     assert_close(result, ACT2FN[activation](gate_up[:, :width]) * gate_up[:, width:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_clipped(dtype: torch.dtype, device: str) -> None:
+    """As gpt-oss computes it, in float64."""
+    gate_up = make(3, 100, dtype, device)
+    gate, up = gate_up.double().chunk(2, -1)
+    gate, up = gate.clamp(max=2.5), up.clamp(-2.5, 2.5)
+    exact = ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(dtype)
+    ulps = 8 * torch.finfo(dtype).eps
+    for compute in (gated_activation, reference.gated_activation):
+        torch.testing.assert_close(compute(gate_up, "silu", clip=(2.5, 1.702)), exact, rtol=ulps, atol=ulps)
+    assert not torch.equal(exact, gated_activation(gate_up, "silu"))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_extremes_stay_finite(activation: str, device: str) -> None:
     gate = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]], device=device)

@@ -68,6 +68,9 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven verification": {"contexts": [100, 5, 33], "new": [4, 5, 1], "kv_heads": 1, "window": 20},
     "64 rows": {"contexts": [60], "new": [8], "group": 8, "kv_heads": 1},
     "fp8": {"contexts": [100, 17], "new": [1, 1], "cache_dtype": FP8},
+    "sinks": {"contexts": [100, 17, 1], "new": [1, 1, 1], "sinks": True},
+    "sinks, verification, window": {"contexts": [100, 5], "new": [4, 5], "kv_heads": 1, "sinks": True, "window": 20},
+    "sinks, fp8, soft cap": {"contexts": [100], "new": [1], "cache_dtype": FP8, "soft_cap": 5.0, "sinks": True},
     "fp8, soft cap": {"contexts": [100, 17], "new": [1, 1], "cache_dtype": FP8, "soft_cap": 5.0},
 }
 
@@ -81,6 +84,12 @@ def test_as_in_torch(name: str, device: str) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 40])
 def test_any_number_of_splits(splits: int, device: str) -> None:
     batch = random_batch([200, 17, 64], [1, 1, 1], kv_heads=1, device=device)
+    check(batch, launches=2, splits=splits, decode=SMALL)
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+def test_sinks_count_once(splits: int, device: str) -> None:
+    batch = random_batch([200, 17, 64], [1, 1, 1], group=3, sinks=True, device=device)
     check(batch, launches=2, splits=splits, decode=SMALL)
 
 
@@ -215,6 +224,8 @@ def test_wrong_tensors(place: int, change: Any, words: str, device: str) -> None
         ({"window": 0}, "window is 0"),
         ({"soft_cap": -1.0}, "soft_cap is -1.0"),
         ({"max_queries": 0}, "max_queries is 0"),
+        ({"sinks": torch.zeros(3)}, "sinks has shape"),
+        ({"sinks": torch.zeros(8, dtype=torch.int32)}, "sinks is int32"),
         ({"k_scale": torch.ones(2)}, "must be given together"),
         ({"k_scale": torch.ones(3), "v_scale": torch.ones(3)}, "k_scale has shape"),
         ({"k_scale": torch.ones(2).double(), "v_scale": torch.ones(2)}, "k_scale is float64"),

@@ -60,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
     "window longer than contexts": {"contexts": [100, 20], "new": [40, 20], "window": 1000},
     "soft cap": {"contexts": [100, 20], "new": [40, 1], "soft_cap": 2.0},
     "fp8": {"contexts": [100, 20], "new": [40, 1], "cache_dtype": torch.float8_e4m3fn},
+    "sinks": {"contexts": [100, 20], "new": [60, 1], "kv_heads": 2, "group": 3, "sinks": True, "window": 50},
+    "sinks, fp8": {"contexts": [100], "new": [40], "cache_dtype": torch.float8_e4m3fn, "sinks": True},
 }
 
 

@@ -110,14 +110,15 @@ def by_expert(chosen: Tensor, share: Tensor, experts: int) -> Tensor:
     [(name, given) for name in WITH_EXPERTS for given in (True, False) if (name, given) != ("deepseek_v2", True)],
 )
 def test_routers_of_transformers_choose_the_same(family: str, normalized: bool) -> None:
-    """Mixtral always normalizes, DeepSeek-V2 never. The gate of a shared expert is compared too, where there is one."""
+    """Mixtral and gpt-oss always normalize, DeepSeek-V2 never. The gate of a shared expert is compared too."""
     model = build_model(family, **SETTINGS[family] | {"norm_topk_prob": normalized})
     block = model.model.layers[1].mlp
     x = random(TOKENS, 64)
-    logits, share, chosen = block.gate(x)
+    router = block.router if family == "gpt_oss" else block.gate
+    logits, share, chosen = router(x)
     (experts,) = {stage.experts for stage in FAMILIES[family].stages(1, model.config.to_dict()) if stage.experts}
-    assert experts.routing.normalized == (normalized or family == "mixtral")
-    found = choose(logits, experts, getattr(block.gate, "e_score_correction_bias", None))
+    assert experts.routing.normalized == (normalized or family in ("mixtral", "gpt_oss"))
+    found = choose(logits, experts, getattr(router, "e_score_correction_bias", None))
     torch.testing.assert_close(by_expert(*found, experts.count), by_expert(chosen, share, experts.count))
     if hasattr(block, "shared_expert"):
         routed = block.experts(x, chosen, share)

@@ -132,7 +132,7 @@ def test_integers(kind: str, dtype: str, fused: bool, zeros: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "e2m1"])
 def test_tables(kind: str, dtype: str) -> None:
     table = table_of(kind)
     text, constraints = assembly(kind, dtype, tuple(table.tolist()))

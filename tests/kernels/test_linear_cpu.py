@@ -12,6 +12,8 @@ from quantkit.formats import (
     AbsmaxInt8Weight,
     CtFloat8,
     CtInt8,
+    CtMxfp4,
+    CtNvfp4,
     CtPacked,
     Format,
     Fp4,
@@ -34,7 +36,7 @@ FORMATS: list[Format] = [
     *(CtPacked(bits=4, group_size=size, sym=False, dtype="float16") for size in (16, 96, 384)),
     *(CtPacked(bits=bits, group_size=64, sym=sym) for bits in (2, 3, 5, 8) for sym in (True, False)),
     *(CtPacked(bits=8, group_size=-1, sym=sym, dtype="float32") for sym in (True, False)),
-    *(Nf4(), Fp4(), LlmInt8(), CtInt8()),
+    *(Nf4(), Fp4(), CtMxfp4(), CtNvfp4(), LlmInt8(), CtInt8()),
     *(CtFloat8(strategy=strategy) for strategy in ("tensor", "channel", "block")),
     *(CtFloat8(activations="exact"), CtFloat8(strategy="tensor", activations="static")),
 ]

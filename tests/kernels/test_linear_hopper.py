@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, Nf4
+from quantkit.formats import Awq, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, Gptq, Nf4
 from quantkit.kernels.linear.weight_only import hopper
 from quantkit.kernels.linear.weight_only.hopper import HopperConfig
 from quantkit.kernels.linear.weight_only.hopper_shares import begin_of, next_place, place_of, program_of, shares
@@ -30,6 +30,8 @@ FORMATS: dict[str, Format] = {
     "w2g32-asym": CtPacked(bits=2, group_size=32, sym=False),
     "nf4": Nf4(),
     "fp4-plain": Fp4(double_quant=False),
+    "mxfp4": CtMxfp4(),
+    "nvfp4": CtNvfp4(),
 }
 CUTS = {
     "one-program-a-tile": HopperConfig(128, 4),

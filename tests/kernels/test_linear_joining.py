@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Fp4, LlmInt8, Nf4
+from quantkit.formats import CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, LlmInt8, Nf4
 from quantkit.kernels.card import NO_GPU
 from quantkit.kernels.linear.eight_bit.weight import lay_out as lay_out_eight_bit
 from quantkit.kernels.linear.fuse import join
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.kernel
 
 FORMATS = (
     *(CtPacked(), CtPacked(group_size=32), CtPacked(sym=False), CtPacked(bits=8), CtPacked(bits=3), Nf4(), Fp4()),
-    *(Nf4(double_quant=False), LlmInt8(), CtInt8(), CtFloat8(), CtFloat8(strategy="block")),
+    *(Nf4(double_quant=False), LlmInt8(), CtInt8(), CtFloat8(), CtFloat8(strategy="block"), CtMxfp4(), CtNvfp4()),
 )
 
 

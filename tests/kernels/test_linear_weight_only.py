@@ -7,7 +7,7 @@ import torch
 
 from pairwise import cover
 from quantkit.errors import InputError
-from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, Nf4, QuantizedWeight
+from quantkit.formats import Awq, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, Gptq, Nf4, QuantizedWeight
 from quantkit.kernels.linear.weight_only import dequantize as decode_once
 from quantkit.kernels.linear.weight_only.dequantize import dequantize
 from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig, matmul
@@ -37,6 +37,8 @@ FORMATS: dict[str, Format] = {
     "nf4-plain": Nf4(double_quant=False, block=128),
     "nf4-block256": Nf4(block=256),
     "fp4": Fp4(double_quant=True),
+    "mxfp4": CtMxfp4(),
+    "nvfp4": CtNvfp4(),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,7 +85,7 @@ def test_every_kind_of_weight(name: str, dtype: str, half: int, device: str) -> 
         assert torch.equal(decoded, quantized.dequantize(x.dtype))
 
 
-@pytest.mark.parametrize("name", ["gptq-w4g128", "awq-w4g64", "w8g32-asym", "nf4"])
+@pytest.mark.parametrize("name", ["gptq-w4g128", "awq-w4g64", "w8g32-asym", "nf4", "mxfp4", "nvfp4"])
 def test_scales_before_the_product(name: str, device: str) -> None:
     fmt = FORMATS[name]
     quantized, weight = make(fmt, 64, inputs_of(fmt), device)

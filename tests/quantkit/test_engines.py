@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.engines import NOT_RUN, Layers, Verdict, layout_of, verdicts
-from quantkit.formats import DIALECTS, Awq, CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
+from quantkit.formats import DIALECTS, Awq, CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format, Gptq, LlmInt8, Nf4
 
 
 def refusing(*formats: Format, kept: tuple[str, ...] = ()) -> set[str]:
@@ -25,6 +25,8 @@ def refusing(*formats: Format, kept: tuple[str, ...] = ()) -> set[str]:
         (CtPacked(bits=3, sym=False), {"vLLM", "SGLang"}),
         (CtInt8(), set()),
         (CtFloat8(), set()),
+        (CtMxfp4(), {"SGLang"}),
+        (CtNvfp4(), {"SGLang"}),
         (Nf4(), set()),
         (LlmInt8(), set()),
     ],

@@ -78,6 +78,8 @@ def test_the_reference_computes_what_transformers_does(family: str, models: Any,
         ("glm4_moe", ("gptq-w4g32", *EIGHT), 0.2),
         ("deepseek_v2", ("gptq-w4g32", *EIGHT), 0.2),
         ("deepseek_v3", ("awq-w4g32", *EIGHT), 0.2),
+        ("gpt_oss", ("gptq-w4g32", *EIGHT), 0.1),
+        ("gpt_oss", ("awq-w4g32", *EIGHT), 0.1),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else None,
 )
@@ -90,7 +92,7 @@ def test_every_expert_is_quantized_and_read_back(
     linears = FAMILIES[family].linears(written.config)
     assert set(written.formats) == set(linears)
     kept = [name for name in written.plain_names() if ".layers." in name and "norm" not in name and "bias" not in name]
-    assert all(name.endswith(("gate.weight", "expert_gate.weight")) for name in kept), kept
+    assert all(name.endswith(("gate.weight", "expert_gate.weight", "router.weight", "sinks")) for name in kept), kept
     assert inspect_checkpoint(tmp_path / "out").quantized_weights == sum(
         module.weight.numel()
         for name, module in load_reference(tmp_path / "out").named_modules()

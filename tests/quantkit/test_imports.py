@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "sources": {"errors"},
     "bundled": set(),
     "methods": {"errors", "formats", "kernels"},
-    "checkpoint": {"errors", "formats"},
+    "checkpoint": {"arch", "errors", "formats"},
     "storage": {"errors"},
     "checksums": set(),
     "checkpoint_writer": {"errors", "formats", "checkpoint", "storage", "checksums"},

@@ -1,5 +1,6 @@
 """quantize and load_reference: every bundled recipe, end to end on a tiny model."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantkit
+from quantkit.arch import LLAMA
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.inspection import inspect_checkpoint
@@ -53,10 +55,14 @@ def test_reference_logits_equal_a_model_patched_by_hand(
 ) -> None:  # fmt: skip
     folder, _ = reported_tiny(recipe)
     by_hand = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    formats = Checkpoint(folder).formats
-    for module, linear in by_hand.named_modules():
-        if isinstance(linear, torch.nn.Linear) and module != "lm_head":
-            linear.weight.data = formats[module].quantize(linear.weight.data).dequantize()
+    written = Checkpoint(folder)
+    for modules in itertools.chain(*LLAMA.fused_linears(written.config)):
+        fmt = written.formats[modules[0]]
+        for together in [modules] if fmt.scales_tensor else [(module,) for module in modules]:
+            linears = [by_hand.get_submodule(module) for module in together]
+            whole = fmt.quantize(torch.cat([linear.weight.data for linear in linears])).dequantize()
+            for linear, weight in zip(linears, whole.split([len(each.weight) for each in linears]), strict=True):
+                linear.weight.data = weight
     with torch.no_grad():
         expected = by_hand(IDS).logits
     assert torch.allclose(logits_of(folder), expected, rtol=1e-5, atol=1e-5)

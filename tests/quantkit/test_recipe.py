@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 BUNDLED = (
     *("auto-w3.5", "awq-w3g128", "awq-w4g128", "awq-w4g32", "awq-w4g64", "best-w4g128", "best-w4g64"),
     *("fp4", "fp8", "fp8-block", "fp8-static", "gptq-w3g128", "gptq-w3g64", "gptq-w4g128", "gptq-w4g32", "gptq-w4g64"),
-    *("gptq-w4g64-asym", "gptq-w8", "llm-int8", "nf4", "nf4-plain"),
+    *("gptq-w4g64-asym", "gptq-w8", "llm-int8", "mxfp4", "nf4", "nf4-plain", "nvfp4"),
     *("rtn-w2g64", "rtn-w3g128", "rtn-w4g128", "rtn-w4g128-asym", "rtn-w4g128-ct", "rtn-w4g32", "rtn-w4g64"),
     *("rtn-w8", "rtn-w8a8", "smoothquant-w8a8"),
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from quantkit.arch import FAMILIES
+from quantkit.arch import FAMILIES, GPT_OSS
 from quantkit.errors import InputError
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.rope import rope_tables
@@ -60,7 +60,7 @@ def transformers_tables(raw: dict[str, Any], kind: str | None, positions: int) -
     if not isinstance(found, tuple):  # as complex numbers
         return found[0].real, found[0].imag
     cos, sin = found
-    half = cos.shape[-1] // 2
+    half = cos.shape[-1] // (1 if family is GPT_OSS else 2)  # which keeps no second copy for the other half of a head
     return cos[0, :, :half], sin[0, :, :half]
 
 

@@ -108,12 +108,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "n_group": 3,
         "topk_group": 2,
     },
+    "gpt_oss": {
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 
 WITH_LATENTS = ("deepseek_v2", "deepseek_v3")
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", *WITH_LATENTS)
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", *WITH_LATENTS)
 FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-_COUNTS = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
+_COUNTS = {
+    "mixtral": "num_local_experts",
+    "gpt_oss": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
 FEW_EXPERTS: dict[str, dict[str, Any]] = {
     name: FEW | {_COUNTS.get(name, "n_routed_experts"): 4} for name in WITH_EXPERTS
 }

@@ -251,4 +251,4 @@ def _registers(entries: list[int]) -> list[str]:
 
 
 _INTEGERS = {"int2": _int2, "int3": _int3, "int4": _int4, "int8": _int8}
-_TABLES = ("nf4", "fp4")
+_TABLES = ("nf4", "fp4", "e2m1")

@@ -43,7 +43,8 @@ def _join_nested(weights: Sequence[PackedWeight]) -> Nested | None:
     parts: list[Nested] = [weight.nested for weight in weights if weight.nested is not None]
     blocks = [weight.outputs * (weight.inputs // weight.group) for weight in weights]
     every = parts[0].every
-    same_table = all(torch.equal(part.table, parts[0].table) for part in parts)
+    bits = [part.table.view(torch.int32) for part in parts]  # E4M3 has entries that are no numbers, equal to nothing
+    same_table = all(torch.equal(each, bits[0]) for each in bits)
     if not same_table or any(count % every for count in blocks[:-1]):
         return None
     kept = [part.scales[: count // every] for part, count in zip(parts[:-1], blocks[:-1], strict=True)]

@@ -68,7 +68,7 @@ def _decode_plainly(words, high, zeros, table, KIND: tl.constexpr, MIDDLE: tl.co
     """The same without assembly, for the interpreter."""
     slabs = ()
     for slab in tl.static_range(8):
-        if KIND == "nf4" or KIND == "fp4":
+        if KIND == "nf4" or KIND == "fp4" or KIND == "e2m1":
             value = tl.load(table + ((words >> (4 * slab)) & 15))
         else:
             zero = (zeros[slab * len(zeros) // 8] & 255) if len(zeros) > 0 else MIDDLE

@@ -12,7 +12,8 @@ product, with x read in its natural order.
 
     words, high  [chunks, rows, 16]     rows = outputs, rounded up to 128; padding decodes to finite numbers
     scales       [groups, rows]         as stored on disk, or
-    nested       uint8 [groups, rows]   block scales in 8 bits, with a float32 scale for every 256 of them
+    nested       uint8 [groups, rows]   block scales in 8 bits, with a float32 scale for every 256 of them; NVFP4: for
+                                        every row, and all of them the same
     zeros        int32 [words, rows]    zero points in bytes: one of a larger group, or up to four of a chunk's groups;
                                         None where every zero point is the middle code
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import CodebookWeight, IntegerWeight, QuantizedWeight
-from quantkit.formats.codebook import NestedScales, table_of
+from quantkit.formats.codebook import DividedScales, NestedScales, table_of
 from quantkit.formats.integer import middle_code
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.dispatch import BUCKETS, bucket_of
@@ -47,6 +48,7 @@ _RELATIVES = {
     "int8": "int8-g128",
     "nf4": "nf4-g64-nested",
     "fp4": "fp4-g64-nested",
+    "e2m1": "nf4-g64-nested",
 }
 
 
@@ -68,7 +70,7 @@ class Nested:
 class PackedWeight:
     """One linear layer's weight as the weight-only kernels read it."""
 
-    code_type: str  # int2 | int3 | int4 | int8 | nf4 | fp4
+    code_type: str  # int2 | int3 | int4 | int8 | nf4 | fp4 | e2m1
     outputs: int
     inputs: int
     group: int  # inputs per scale: 16, 32, 64, or a multiple of 128
@@ -78,7 +80,7 @@ class PackedWeight:
     zeros: Tensor | None  # None: every zero point is the middle code, or the kind has none
     nested: Nested | None
     order: Tensor | None  # act-order: the kernel's input i is the layer's input order[i]
-    table: Tensor | None  # float32 [16], the values of nf4 and fp4
+    table: Tensor | None  # float32 [16], the values of nf4, fp4 and e2m1
     one_group: bool  # one scale per output
     tickets: Tensor  # int32, zero between calls: which split of the inputs is the last to arrive
 
@@ -250,6 +252,8 @@ def _lay_out_codebook(weight: CodebookWeight) -> PackedWeight:
             offsets=torch.full((words.shape[1] // ROWS,), weight.absmax.offset, device=device),
             every=weight.absmax.block,
         )
+    elif isinstance(weight.absmax, DividedScales):
+        nested = _divided(weight.absmax, outputs, inputs // weight.block, weight.block)
     else:
         scales = _by_group(weight.absmax.view(outputs, -1), weight.block)
     return PackedWeight(
@@ -266,6 +270,19 @@ def _lay_out_codebook(weight: CodebookWeight) -> PackedWeight:
         table=table_of(weight.kind).to(device),
         one_group=weight.block == inputs,
         tickets=torch.zeros(TICKETS, dtype=torch.int32, device=device),
+    )
+
+
+def _divided(scales: DividedScales, outputs: int, groups: int, block: int) -> Nested:
+    """As nested scales: the table has the values of all bytes, and rows share no second level, so that layers join."""
+    values = torch.arange(256, dtype=torch.uint8, device=scales.values.device).view(torch.float8_e4m3fn).float()
+    rows = padded(outputs, ROWS)
+    return Nested(
+        codes=_by_group(scales.values.view(torch.uint8).view(outputs, groups), block),
+        table=values,
+        scales=(1 / scales.divisor).expand(rows + -(-CHUNK // groups)).contiguous(),  # for padded inputs too
+        offsets=values.new_zeros(rows // ROWS),
+        every=groups,
     )
 
 

@@ -17,9 +17,12 @@ from quantkit.errors import InputError
 from quantkit.formats import (
     FORMATS,
     Awq,
+    BlockMxfp4,
     CodebookWeight,
     CtFloat8,
     CtInt8,
+    CtMxfp4,
+    CtNvfp4,
     CtPacked,
     Format,
     Fp4,
@@ -58,6 +61,8 @@ def problems(draw: st.DrawFn, kind: str) -> Problem:
         block, double = draw(st.sampled_from([32, 64, 256])), draw(st.booleans())
         fmt = Nf4(block=block, double_quant=double) if kind == "nf4" else Fp4(block=block, double_quant=double)
         shape = (8 * out, shape[1]) if draw(st.booleans()) else (out, odd)
+    elif kind in ("ct-mxfp4", "mxfp4", "ct-nvfp4"):
+        fmt = next(each for each in (CtMxfp4(), BlockMxfp4(), CtNvfp4()) if each.name == kind)
     elif kind == "ct-float8":
         fmt = CtFloat8(strategy=draw(st.sampled_from(["tensor", "channel", "block"])))
         shape = (5 * out, 3 * odd)
@@ -92,7 +97,8 @@ def scattered(weight: QuantizedWeight, generator: torch.Generator) -> IntegerWei
 
 
 def saved(fmt: Format, parts: Parts, folder: Path) -> Checkpoint:
-    config = {"model_type": "llama", "quantization_config": dialect_of({NAME: fmt}).write({NAME: fmt}, [])}
+    written = {"quant_method": "mxfp4"} if fmt.name == "mxfp4" else dialect_of({NAME: fmt}).write({NAME: fmt}, [])
+    config = {"model_type": "llama", "quantization_config": written}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({f"{NAME}.{name}": part.contiguous() for name, part in parts.items()}, folder / "model.safetensors")
     return Checkpoint(folder)

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from quantkit.errors import InputError
-from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Fp4, Gptq, LlmInt8, Nf4
+from quantkit.formats import Awq, CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, Gptq, LlmInt8, Nf4
 from quantkit.formats.base import InputRounding
 
 STATE_TEXT = 24  # bytes of a layer: bitsandbytes keeps a JSON text whose length depends on the digits of a float
 STATIC = CtFloat8(strategy="tensor", activations="static")
 EXACT = [Gptq(), Gptq(bits=3), Awq(), CtPacked(bits=5), CtPacked(sym=False), CtInt8(), CtFloat8(), LlmInt8(), STATIC]
+EXACT += [CtMxfp4(), CtNvfp4()]
 
 
 @pytest.mark.parametrize("fmt", [*EXACT, CtFloat8(strategy="block"), Nf4(), Nf4(double_quant=False), Fp4(block=256)])

@@ -12,9 +12,12 @@ from quantkit.errors import CannotHold, InputError
 from quantkit.formats import (
     FORMATS,
     Awq,
+    BlockMxfp4,
     CodebookWeight,
     CtFloat8,
     CtInt8,
+    CtMxfp4,
+    CtNvfp4,
     CtPacked,
     Format,
     Fp4,
@@ -30,6 +33,7 @@ from quantkit.formats.codebook import dynamic_table, table_of
 
 GROUPS = st.sampled_from([-1, 32, 64])
 SCALES = st.sampled_from(["float16", "bfloat16", "float32"])
+FLOAT4: dict[str, Format] = {fmt.name: fmt for fmt in (CtMxfp4(), BlockMxfp4(), CtNvfp4())}
 SCALE_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}  # relative
 
 
@@ -47,6 +51,8 @@ def formats_and_shapes(draw: st.DrawFn) -> tuple[Format, tuple[int, int]]:
         bits = draw(st.integers(2, 8))
         odd = draw(st.integers(9, 131))
         return CtPacked(bits=bits, group_size=-1, sym=draw(st.booleans()), dtype=draw(SCALES)), (out, odd)
+    if kind in FLOAT4:
+        return FLOAT4[kind], (out, inputs // 2)
     odd_shape = (out, draw(st.integers(1, 131)))
     if kind in ("nf4", "fp4"):
         cls = Nf4 if kind == "nf4" else Fp4
@@ -120,6 +126,10 @@ def largest_error(fmt: Format, weight: Tensor) -> Tensor:
         absmax = block_absmax(weight, fmt.block)
         nested = absmax.max() / 128 if fmt.double_quant else 0.0  # half of the widest gap in the second table
         half = absmax * table.diff().max() / 2 + nested
+    elif fmt.name in FLOAT4:
+        nearest_power = fmt.name != "ct-nvfp4"  # a block up to twice as large may have the same
+        smallest_scale = 0.0 if nearest_power else weight.abs().max() / 448 * 2**-10  # half a step of E4M3's smallest
+        half = block_absmax(weight, 32 if nearest_power else 16) / (4 if nearest_power else 5) + smallest_scale
     elif isinstance(fmt, LlmInt8):
         half = weight.abs().amax(-1, keepdim=True) / 127 / 2 + weight.abs() * 2**-11  # it sees float16
     else:
@@ -141,6 +151,7 @@ EVERY_WIDTH: list[Format] = [
     *(Awq(group_size=64), Awq(group_size=64, sym=True), CtInt8(), LlmInt8()),
     *(CtFloat8(strategy=strategy) for strategy in ("tensor", "channel", "block")),
     *(Nf4(), Nf4(double_quant=False), Fp4(), Fp4(double_quant=False)),
+    *FLOAT4.values(),
 ]
 
 
@@ -271,6 +282,8 @@ def test_old_compressed_tensors_three_bit_padding() -> None:
         (Gptq(group_size=48), (8, 128), "128, which 48 does not divide"),
         (Gptq(bits=3, group_size=8), (8, 40), "40, which 32 does not divide"),
         (Awq(group_size=32), (12, 64), "12, which 8 does not divide"),
+        (CtMxfp4(), (8, 48), "48, which 32 does not divide"),
+        (CtNvfp4(), (8, 24), "24, which 16 does not divide"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(fmt: Format, shape: tuple[int, int], words: str) -> None:

@@ -33,13 +33,15 @@ def launch_attention(
 ) -> None:
     """Sequences with so many new tokens each, over a cache of `pages`, of which the table lists up to `table` each.
 
-    With `ancestors=True` the new tokens are trees of guesses.
+    With `ancestors=True` the new tokens are trees of guesses; with `sinks=True` every head has one.
     """
     sequences, tokens = len(new), sum(new)
     cache = empty(pages, _KV_HEADS, heads.page_size, heads.size, dtype=heads.cache_dtype or dtype)
     scale = empty(_KV_HEADS, dtype=torch.float32) if heads.cache_dtype else None
     if options.pop("ancestors", False):
         options["ancestors"] = empty(tokens, dtype=torch.int64)
+    if options.pop("sinks", False):
+        options["sinks"] = empty(_KV_HEADS * heads.group, dtype=dtype)
     attend(
         empty(tokens, _KV_HEADS * heads.group, heads.size, dtype=dtype),
         cache,

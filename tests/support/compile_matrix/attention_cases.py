@@ -14,7 +14,7 @@ from quantkit.kernels.card import Card
 _HEADS = ((64, 4), (96, 1), (128, 4), (128, 7), (256, 2), (128, 1))  # size, and how many share keys
 _NEW = ([300], [1, 1, 1], [200, 1], [5, 3], [1] * 400)  # tokens of each sequence
 _PAGES = (16, 64, 256)  # tokens of one: fewer than a tile of keys, as many, more
-_SPECIAL: tuple[dict[str, Any], ...] = ({}, {"window": 64}, {"soft_cap": 30.0})
+_SPECIAL: tuple[dict[str, Any], ...] = ({}, {"window": 64}, {"soft_cap": 30.0}, {"sinks": True})
 _MANY_PAGES = 2**31 // (16 * 128)  # of which the elements are more than 32 bits count
 
 
