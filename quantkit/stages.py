@@ -41,9 +41,18 @@ class Fold:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router chooses experts by its logits, and how much each of the chosen counts."""
+    """How a router chooses experts by its logits, and how much each of the chosen counts.
 
-    normalized: bool = True  # softmax over all; the weights of the chosen ones are then divided by their sum
+    Experts may stand in groups of equal size, neighbours together. A token then chooses groups first: each by its best
+    expert under softmax, by the sum of its two best under sigmoid.
+    """
+
+    normalized: bool = True  # the weights of the chosen ones are divided by their sum
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # of all logits of a token; of each logit alone
+    corrected: bool = False  # a stored number for every expert is added to its score for choosing, not for its weight
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0  # of all weights in the end
 
 
 @dataclass(frozen=True)

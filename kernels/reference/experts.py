@@ -10,16 +10,40 @@ from torch import Tensor
 Mlp = Callable[[Tensor], Tensor]  # [tokens, hidden] -> the same
 
 
-def choose_experts(logits: Tensor, per_token: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor,
+    per_token: int,
+    *,
+    normalized: bool,
+    scoring: str = "softmax",
+    correction: Tensor | None = None,
+    groups: int = 1,
+    groups_chosen: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """The numbers of each token's experts, and how much each of them counts in the sum, [tokens, per_token] both.
 
-    `logits` [tokens, experts] are the router's. The softmax over all experts is float32; `normalized` divides the
-    weights of the chosen ones by their sum. Weights come in the dtype of the logits.
+    `logits` [tokens, experts] are the router's; the rest is `stages.Routing`, with `correction` [experts] where scores
+    are corrected. Scores are float32, and of equal ones the lower number is chosen. Weights come in the dtype of the
+    logits.
     """
-    weights, chosen = logits.float().softmax(-1).topk(per_token, dim=-1)
+    scores = logits.float().softmax(-1) if scoring == "softmax" else logits.float().sigmoid()
+    preferred = scores if correction is None else scores + correction.float()
+    if groups > 1:
+        by_group = preferred.unflatten(-1, (groups, -1))
+        best = by_group.topk(1 if scoring == "softmax" else 2, dim=-1).values.sum(-1)  # [tokens, groups]
+        open_groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _largest(best, groups_chosen), True)
+        preferred = by_group.masked_fill(~open_groups[..., None], float("-inf")).flatten(-2)
+    chosen = _largest(preferred, per_token)
+    weights = scores.gather(-1, chosen)
     if normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return chosen, weights.to(logits.dtype)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    return chosen, (weights * scale).to(logits.dtype)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Where the largest stand, in their order, which `topk` leaves open for equal ones."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def sum_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
