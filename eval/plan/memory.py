@@ -75,9 +75,9 @@ def reserve_of(decoder: Decoder, tensor: int = 1) -> Reserve:
     logit = _ACTIVATION * (1 if tensor == 1 else 3) + SHAPED_BYTES
     attention = decoder.attention_width
     qkv = attention + 2 * config.kv_heads * config.head_dim
-    width = max(3 * config.token_channels, qkv + 2 * attention) + 3 * config.hidden
-    graph_width = 4 * config.token_channels + 4 * config.hidden + 4 * attention
-    decoded = config.hidden * config.largest_width * 2 * _ACTIVATION
+    width = max(3 * config.token_channels + config.routed_channels, qkv + 2 * attention) + 3 * config.hidden
+    graph_width = 4 * config.token_channels + config.routed_channels + 4 * config.hidden + 4 * attention
+    decoded = config.decoded_weights * _ACTIVATION
     return Reserve(
         hidden=STEP_TOKENS * width * _ACTIVATION,
         decoded=decoded,

@@ -78,8 +78,9 @@ def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
     card = find_card(gpu)
     checkpoint = Checkpoint(model_folder(model))
     known = checkpoint.config.get("model_type") in FAMILIES  # others can still be looked at
-    has_experts = known and read_model_config(checkpoint.config).has_experts
-    plan = plan_card(card, checkpoint.formats.values(), has_experts=has_experts)
+    modules = read_model_config(checkpoint.config).expert_modules if known else ()
+    experts = [checkpoint.formats[module] for module in modules if module in checkpoint.formats]
+    plan = plan_card(card, checkpoint.formats.values(), expert_formats=experts)
     weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
     return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
 

@@ -60,6 +60,16 @@ def sum_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence
     return total.to(x.dtype)
 
 
+def sum_of_every_expert(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
+    """The same where the host may not know who was chosen: every expert sees all tokens, which is slow."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number, expert in enumerate(experts):
+        chose = chosen == number
+        weight = (weights.float() * chose).sum(-1, keepdim=True)
+        total += torch.where(chose.any(-1, keepdim=True), expert(x).float() * weight, 0.0)
+    return total.to(x.dtype)
+
+
 def add_shared_expert(routed: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
     """Beside the chosen experts, the one that sees every token; `gate` [tokens, 1] says by its sigmoid how much of it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,17 +86,19 @@ def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
 
 
 def check_kernels(
-    config: ModelConfig, dtype: torch.dtype, options: EngineOptions, formats: Iterable[Format] = ()
+    config: ModelConfig, dtype: torch.dtype, options: EngineOptions, formats: Mapping[str, Format] | None = None
 ) -> CardPlan | None:
     """Refuses what this GPU, or attention, has no kernel for, before anything is loaded; None on a CPU.
 
-    `formats`: one for each quantized layer.
+    `formats`: of quantized layers, by module.
     """
     if options.torch_device.type != "cuda":
         return None
     from quantkit.kernels.attention.cache import CacheLayout
     from quantkit.kernels.card import card_of
 
-    plan = plan_card(card_of(options.torch_device), formats, options.kv_dtype, has_experts=config.has_experts)
+    formats = formats or {}
+    experts = [formats[module] for module in config.expert_modules if module in formats]
+    plan = plan_card(card_of(options.torch_device), formats.values(), options.kv_dtype, expert_formats=experts)
     CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
     return plan

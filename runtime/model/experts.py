@@ -1,4 +1,9 @@
-"""An MLP with experts: a router chooses some of them for every token, and their weighted outputs are added up."""
+"""An MLP with experts: a router chooses some of them for every token, and their weighted outputs are added up.
+
+On a GPU the experts of a layer are stacked and routed kernels run (`GroupedMlp`). `ExpertMlp` computes one expert after
+the other: on a CPU, and on a GPU in formats without a routed kernel, where every expert then sees every token, because
+the host does not know who was chosen.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,14 @@ from functools import partial
 
 from torch import Tensor
 
-from quantkit.kernels.reference.experts import add_shared_expert, choose_experts, sum_of_experts
+from quantkit.kernels.linear.grouped.routes import Rule
+from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.reference.experts import (
+    add_shared_expert,
+    choose_experts,
+    sum_of_every_expert,
+    sum_of_experts,
+)
 from quantkit.runtime.model.layers import DenseMlp, Linear, RunDense
 from quantkit.stages import Routing
 
@@ -38,8 +50,43 @@ class ExpertMlp:
 
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
         chosen, weights = choose_experts(self.router(x), self.per_token, normalized=self.routing.normalized)
-        routed = sum_of_experts(x, chosen, weights, [partial(run, expert) for expert in self.experts])
+        add_up = sum_of_every_expert if x.is_cuda else sum_of_experts
+        routed = add_up(x, chosen, weights, [partial(run, expert) for expert in self.experts])
         if self.shared is None:
             return routed
         gate = None if self.shared.gate is None else self.shared.gate(x)
         return add_shared_expert(routed, run(self.shared.mlp, x), gate)
+
+
+@dataclass(frozen=True)
+class GroupedMlp:
+    """The same with all experts as two weights, for routed kernels."""
+
+    router: Linear
+    gate_up: GroupedWeight
+    down: GroupedWeight
+    rule: Rule
+    activation: str
+    shared: SharedExpert | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """That are no experts'; routed kernels choose by tables of their own."""
+        return () if self.shared is None else self.shared.mlp.linears
+
+    def __call__(self, x: Tensor, run: RunDense) -> Tensor:
+        from quantkit.kernels.linear.grouped.experts import sum_of_experts  # needs Triton
+
+        shared = gate = None
+        if self.shared is not None:
+            shared = run(self.shared.mlp, x)
+            gate = None if self.shared.gate is None else self.shared.gate(x)
+        return sum_of_experts(
+            x, self.router(x), self.gate_up, self.down, self.rule, self.activation, shared=shared, gate=gate
+        )
+
+
+def rule_of(per_token: int, routing: Routing) -> Rule:
+    return Rule(
+        per_token, routing.normalized, routing.scoring, routing.groups, routing.groups_chosen, routing.scale
+    )  # fmt: skip

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
+from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.progress import Progress, silent
-from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.experts import ExpertMlp, SharedExpert
+from quantkit.runtime.model.config import ROUTED, ModelConfig
+from quantkit.runtime.model.expert_stacks import TRIED_ROWS, read_stack, why_not_stacked
+from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
 from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.reader import Reader
 from quantkit.runtime.model.shards import GroupShare, Share, share_of_block
-from quantkit.stages import Stage
-
-# Of an expert that is not the first of its layer: that one has the same kernels and was tried whole. Trying all rows of
-# all experts took four fifths of loading NF4 and LLM.int8 on a CPU.
-_TRIED_ROWS = 128
+from quantkit.stages import Experts, Stage
 
 
 def load_weights(
@@ -75,6 +73,10 @@ def load_blocks(
     return tuple(blocks)
 
 
+def has_routed_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 @dataclass(frozen=True)
 class _BlockReader:
     """One block on its way to a device."""
@@ -123,17 +125,33 @@ class _BlockReader:
 
     def _mlp(self) -> Mlp:
         """Dense, or experts by the names that each of them has in the files."""
-        experts = self._stages["gate_up"].experts
-        mlps = tuple(self._dense_mlps())
+        config, experts = self.reader.config, self._stages["gate_up"].experts
         if experts is None:
-            return mlps[0]
-        router = self._kept(experts.router, experts.count)
-        return ExpertMlp(router, mlps, experts.per_token, experts.routing, self._shared_expert())
+            return next(self._dense_mlps())
+        if has_routed_kernels(self.reader.device) and not any(map(self._why_not_stacked, ROUTED)):
+            gate_up, down = map(self._stack, ROUTED)
+            rule = rule_of(experts.per_token, experts.routing)
+            return GroupedMlp(self._router(experts), gate_up, down, rule, config.activation, self._shared_expert())
+        mlps = tuple(self._dense_mlps())
+        return ExpertMlp(self._router(experts), mlps, experts.per_token, experts.routing, self._shared_expert())
+
+    def _router(self, experts: Experts) -> Linear:
+        return self._kept(experts.router, experts.count)
+
+    def _why_not_stacked(self, role: str) -> str | None:
+        config, stage = self.reader.config, self._stages[role]
+        modules, biased = config.family.modules(self.layer, stage), stage.linears[0] in self._biased
+        return why_not_stacked(self.reader, modules, config.inputs(stage), biased=biased)
+
+    def _stack(self, role: str) -> GroupedWeight:
+        config, stage = self.reader.config, self._stages[role]
+        modules = config.family.modules(self.layer, stage)
+        return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage))
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
         """Of every expert; without experts, the only one."""
         gate_up, down = self._stages["gate_up"].by_expert, self._stages["down"].by_expert
-        quick = replace(self, reader=replace(self.reader, tried_rows=_TRIED_ROWS))
+        quick = replace(self, reader=replace(self.reader, tried_rows=TRIED_ROWS))
         for number, stages in enumerate(zip(gate_up, down, strict=True)):
             yield DenseMlp(*map((quick if number else self)._linear, stages))
 

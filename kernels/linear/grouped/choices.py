@@ -31,23 +31,23 @@ class Way:
     decoded: bool = False
 
 
-# Largest load -> pairs of a tile, gate_up, down. For codes that are decoded in registers:
+# Largest load -> way. For codes that are decoded in registers:
 _PACKED = {
-    4: (8, TileConfig(32, 2, 3), TileConfig(32, 2, 3)),
-    10: (16, TileConfig(64, 4, 3), TileConfig(64, 4, 3)),
-    22: (32, TileConfig(64, 4, 3), TileConfig(64, 4, 3)),
-    64: (64, TileConfig(64, 8, 3), TileConfig(64, 4, 3)),
+    4: Way(8, TileConfig(32, 2, 3), TileConfig(32, 2, 3)),
+    10: Way(16, TileConfig(64, 4, 3), TileConfig(64, 4, 3)),
+    22: Way(32, TileConfig(64, 4, 3), TileConfig(64, 4, 3)),
+    64: Way(64, TileConfig(64, 8, 3), TileConfig(64, 4, 3)),
 }
 # For weights of 16 bits, and for packed ones above the largest load there.
 _HALF = {
-    4: (16, TileConfig(32, 4, 4), TileConfig(64, 4, 4)),
-    10: (16, TileConfig(32, 4, 4), TileConfig(64, 4, 4)),
-    22: (32, TileConfig(64, 4, 3), TileConfig(64, 4, 4)),
-    64: (64, TileConfig(64, 8, 3, depth=64), TileConfig(128, 8, 3, depth=64)),
+    4: Way(16, TileConfig(32, 4, 4), TileConfig(64, 4, 4)),
+    10: Way(16, TileConfig(32, 4, 4), TileConfig(64, 4, 4)),
+    22: Way(32, TileConfig(64, 4, 3), TileConfig(64, 4, 4)),
+    64: Way(64, TileConfig(64, 8, 3, depth=64), TileConfig(128, 8, 3, depth=64)),
 }
-_PROMPTS = (128, TileConfig(64, 8, 3, depth=64, streamed=False), TileConfig(128, 8, 3, depth=64, streamed=False))
+_PROMPTS = Way(128, TileConfig(64, 8, 3, depth=64, streamed=False), TileConfig(128, 8, 3, depth=64, streamed=False))
 # Where a warp holds its operands itself, and for little shared memory.
-_SMALL_PROMPTS = (64, TileConfig(64, 8, 2, depth=64, streamed=False), TileConfig(64, 4, 3, depth=64, streamed=False))
+_SMALL_PROMPTS = Way(64, TileConfig(64, 8, 2, depth=64, streamed=False), TileConfig(64, 4, 3, depth=64, streamed=False))
 
 # What is worth a measurement: pairs of a tile -> (outputs, warps, stages) of both products
 _PACKED_TRIED = {
@@ -74,18 +74,20 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card) 
     most = next((most for most in table if load <= most), None)
     if most is None:
         large = card is NO_GPU or card.multiplies_from_shared
-        tile, *configs = _PROMPTS if large else _SMALL_PROMPTS
-        return Way(tile, *configs, decoded=packed)
-    tile, *configs = table[most]
-    if packed and gate_up.kind.startswith(("nf4", "fp4")) and card.shared_of_processor >= _PAIRS_ROOM:
-        configs = [replace(config, copies=32) for config in configs]
-    weights = (gate_up, down)
-    cut = [_split(one, weight, pairs, tile, down.count, card) for one, weight in zip(configs, weights, strict=True)]
-    return Way(tile, *cut)
+        return replace(_PROMPTS if large else _SMALL_PROMPTS, decoded=packed)
+    way = table[most]
+    return replace(
+        way,
+        gate_up=_fitted(way.gate_up, gate_up, pairs, way.tile, down.count, card),
+        down=_fitted(way.down, down, pairs, way.tile, down.count, card),
+    )
 
 
-def _split(config: TileConfig, weight: GroupedWeight, pairs: int, tile: int, experts: int, card: Card) -> TileConfig:
-    """Shared out to more programs, where the tiles that are likely there are fewer than the multiprocessors want."""
+def _fitted(config: TileConfig, weight: GroupedWeight, pairs: int, tile: int, experts: int, card: Card) -> TileConfig:
+    """With tables of pairs where they help, and shared out to more programs where the tiles that are likely there are
+    fewer than the multiprocessors want."""
+    if has_table(weight) and card.shared_of_processor >= _PAIRS_ROOM:
+        config = replace(config, copies=32)
     down = padded(weight.outputs, config.outputs) // config.outputs
     programs = min(pairs, experts) * down
     if most_tiles(pairs, experts, tile) * down > TICKETS:
@@ -108,5 +110,9 @@ def candidates(weight: GroupedWeight, pairs: int, experts: int) -> Iterator[tupl
             steps = -(-weight.inputs // config.depth)
             for splits in _SPLITS:
                 if splits == 1 or (tiles <= TICKETS and steps >= _FEWEST_STEPS * splits):
-                    for copies in (0, 32) if weight.kind.startswith(("nf4", "fp4")) else (0,):
+                    for copies in (0, 32) if has_table(weight) else (0,):
                         yield tile, replace(config, splits=splits, copies=copies)
+
+
+def has_table(weight: GroupedWeight) -> bool:
+    return weight.kind.startswith(("nf4", "fp4"))

@@ -84,7 +84,7 @@ def decode(weight: GroupedPacked, dtype: torch.dtype) -> GroupedHalf:
     check_dtype(NAME, "result", values, HALVES)
     fused = not card_of(weight.device).adds_bfloat16
     text, constraints = assembly(first.code_type, PTX[dtype], first.table_values, first.zero_points, fused=fused)
-    _decode_planes[(weight.count, first.rows // _ROWS, first.chunks)](
+    _decode_planes[(weight.count, triton.cdiv(weight.outputs, _ROWS), first.chunks)](
         *first.arguments(),
         first.order,
         values,

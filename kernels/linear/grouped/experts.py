@@ -1,9 +1,9 @@
 """A layer of experts from its router's logits to the sum over each token's experts: four launches for few tokens.
 
-    routes = route(...)                       who goes where
-    active = gate_up.matmul(x, routes, ...)   activation(gate) * up of every pair
-    y = down.matmul(active, routes, ...)      of every pair
-    combine(y, routes.weights, ...)           of every token, with the shared expert where there is one
+routes = route(...)                       who goes where
+active = gate_up.matmul(x, routes, ...)   activation(gate) * up of every pair
+y = down.matmul(active, routes, ...)      of every pair
+combine(y, routes.weights, ...)           of every token, with the shared expert where there is one
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 from quantkit.kernels.card import card_of
 from quantkit.kernels.linear.grouped.choices import Way, choose
 from quantkit.kernels.linear.grouped.combine import combine
-from quantkit.kernels.linear.grouped.routing import Rule, route
+from quantkit.kernels.linear.grouped.routes import Rule
+from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.weight import GroupedWeight
 
 

@@ -94,9 +94,7 @@ def _grouped_half(
                 INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
 
 
-def matmul(
-    x: Tensor, weight: GroupedHalf, routes: Routes, config: TileConfig, activation: str | None = None
-) -> Tensor:
+def matmul(x: Tensor, weight: GroupedHalf, routes: Routes, config: TileConfig, activation: str | None = None) -> Tensor:
     """As `GroupedWeight.matmul`, in x's dtype, which must be the weight's."""
     check_dtype(NAME, "x", x, (weight.values.dtype,))
     steps, rows = triton.cdiv(weight.inputs, config.depth), padded(weight.outputs, config.outputs)

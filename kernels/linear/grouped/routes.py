@@ -21,6 +21,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Rule:
+    """How many experts a token has and how they are chosen: the fields of `stages.Routing`."""
+
+    per_token: int
+    normalized: bool = True
+    scoring: str = "softmax"
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Routes:
     chosen: Tensor
     weights: Tensor

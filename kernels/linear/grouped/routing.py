@@ -11,8 +11,6 @@ along its columns give places. Few tokens are one program, which writes everythi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,38 +19,16 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
-from quantkit.kernels.linear.grouped.routes import Routes, most_tiles
+from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
 from quantkit.kernels.linear.weight_only.assembly import TRITON
 from quantkit.kernels.linear.weight_only.unpack import to_half
 
 NAME = "routing"
 MOST_EXPERTS = 1024
-_ONE_PROGRAM = 8192  # numbers of a table that one program still takes alone: 64 tokens of 128 experts
+_ONE_PROGRAM = 4096  # numbers of a table that one program still takes alone: 32 tokens of 128 experts
 _BLOCK = 4096  # numbers of a table of each program, where there are several
 _SCANNED = 8192  # counts that `_scan` holds at a time
 _LOWEST = tl.constexpr(-1e30)  # of a score: an expert of a closed group is taken after all others
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`stages.Routing` as kernels take it, and the experts of a token."""
-
-    per_token: int
-    normalized: bool = True
-    scoring: str = "softmax"
-    groups: int = 1
-    groups_chosen: int = 1
-    scale: float = 1.0
-
-    def constants(self) -> dict[str, object]:
-        return {
-            "PER_TOKEN": self.per_token,
-            "NORMALIZED": self.normalized,
-            "SIGMOID": self.scoring == "sigmoid",
-            "GROUPS": self.groups,
-            "GROUPS_CHOSEN": self.groups_chosen,
-            "SCALE": float(self.scale),
-        }
 
 
 @triton.jit
@@ -272,7 +248,7 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
     rows = triton.next_power_of_2(tokens) if alone else max(1, _BLOCK // columns)
     blocks = triton.cdiv(tokens, rows)
     counts = torch.empty(0 if alone else (blocks + 1) * columns, dtype=torch.int32, device=device)
-    warps = min(8, max(1, rows * columns // 512))
+    warps = min(16, max(1, rows * columns // 256))
     _choose[(blocks,)](
         logits,
         correction,
@@ -286,7 +262,7 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
         logits.stride(0),
         routes.most,
         HAS_CORRECTION=correction is not None,
-        **rule.constants(),
+        **_constants(rule),
         DTYPE=TRITON.get(logits.dtype, tl.float32),
         INTERPRET=triton.knobs.runtime.interpret,
         TOKENS=rows,
@@ -304,6 +280,17 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
         _place[(blocks,)](routes.chosen, counts, starts, routes.order, tokens, PER_TOKEN=rule.per_token, TOKENS=rows,
                           **sizes, **chained(device))  # fmt: skip
     return routes
+
+
+def _constants(rule: Rule) -> dict[str, object]:
+    return {
+        "PER_TOKEN": rule.per_token,
+        "NORMALIZED": rule.normalized,
+        "SIGMOID": rule.scoring == "sigmoid",
+        "GROUPS": rule.groups,
+        "GROUPS_CHOSEN": rule.groups_chosen,
+        "SCALE": float(rule.scale),
+    }
 
 
 def _check(logits: Tensor, rule: Rule, correction: Tensor | None) -> None:

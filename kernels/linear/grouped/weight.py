@@ -7,6 +7,7 @@ Nothing here needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.formats import Format
+from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.grouped.routes import Routes
 from quantkit.kernels.linear.weight import TICKETS
+from quantkit.kernels.linear.weight_only import weight as weight_only
 from quantkit.kernels.linear.weight_only.weight import Nested, PackedWeight
 
 
@@ -141,6 +145,19 @@ class GroupedPacked:
         from quantkit.kernels.linear.grouped.decode import decode  # needs Triton
 
         return decode(self, dtype)
+
+
+def why_not(formats: Iterable[Format | None], inputs: int) -> str | None:
+    """Why no routed kernel takes planes in these formats (None: not quantized); None where one does."""
+    found = set(formats)
+    fmt = found.pop()
+    if found:
+        return "they are in different formats"
+    if fmt is None:
+        return None
+    if eight_bit.takes(fmt):
+        return f"{fmt.name} rounds activations too"
+    return weight_only.why_not(fmt.quantize(torch.ones(1, inputs)))
 
 
 def lay_out_half(values: Tensor) -> GroupedHalf:
