@@ -74,6 +74,16 @@ class GroupedMlp:
         """That are no experts'; routed kernels choose by tables of their own."""
         return () if self.shared is None else self.shared.mlp.linears
 
+    @property
+    def nbytes(self) -> int:
+        """Of all experts."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    @property
+    def share_of_token(self) -> float:
+        """Of the experts, that one token is sent to."""
+        return self.rule.per_token / self.down.count
+
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
         from quantkit.kernels.linear.grouped.experts import sum_of_experts  # needs Triton
 
