@@ -22,13 +22,14 @@ from quantkit.eval.engine.shape_formats import shape_format
 from quantkit.eval.engine.shapes import RandomWeights
 from quantkit.eval.shapes import EXPERT_SHAPES
 from quantkit.kernels.card import card_of
+from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.choices import Way, candidates, choose
 from quantkit.kernels.linear.grouped.combine import combine
-from quantkit.kernels.linear.grouped.experts import sum_of_experts
+from quantkit.kernels.linear.grouped.experts import routes_of, sum_of_experts
 from quantkit.kernels.linear.grouped.routes import Routes
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.tile import TileConfig
-from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedWeight
 from quantkit.kernels.linear.tuning import microseconds
 from quantkit.kernels.reference.compare import relative_error
 from quantkit.runtime.model.config import read_model_config
@@ -58,6 +59,7 @@ class Timed:
         device, self._mlp = mlp.down.device, mlp
         self._pairs, self._experts = tokens * mlp.rule.per_token, mlp.down.count
         self._x = torch.randn(tokens, mlp.gate_up.inputs, device=device).bfloat16()
+        self._inputs = torch.randn(_CALLS, *self._x.shape, device=device).bfloat16()
         self._active = torch.randn(self._pairs, mlp.down.inputs, device=device).bfloat16()
         self._logits = torch.randn(_CALLS, tokens, self._experts, device=device).bfloat16()
         self.way = choose(mlp.gate_up, mlp.down, self._pairs, card_of(device))
@@ -66,7 +68,8 @@ class Timed:
         """As `choices.py` says, and all of them together."""
         mlp, way = self._mlp, self.way
         routes = self._routes(way.tile)
-        yield "routing", self._time(lambda number: route(self._logits[number], mlp.rule, way.tile))
+        router = mlp.router.served[0] if isinstance(mlp.router.served[0], HalfWeight) else mlp.router
+        yield "router and routing", self._time(lambda number: routes_of(self._x, router, mlp.rule, way.tile))
         gate_up, down = mlp.gate_up, mlp.down
         if way.decoded:
             yield "decoding of gate and up", microseconds([lambda: mlp.gate_up.in_half(torch.bfloat16)])
@@ -80,7 +83,7 @@ class Timed:
             "whole layer",
             self._time(
                 lambda number: sum_of_experts(
-                    self._x, self._logits[number], mlp.gate_up, mlp.down, mlp.rule, mlp.activation, way=way
+                    self._inputs[number], router, mlp.gate_up, mlp.down, mlp.rule, mlp.activation, way=way
                 )
             ),
         )
@@ -92,8 +95,10 @@ class Timed:
             ("gate and up", mlp.gate_up, self._x, mlp.activation),
             ("down", mlp.down, self._active, None),
         ):
-            half = weight.in_half(torch.bfloat16)
-            for kind, used in dict.fromkeys((("as stored", weight), ("in 16 bits", half))):
+            ways: dict[str, GroupedWeight] = {"as stored": weight}
+            if not isinstance(weight, GroupedHalf):
+                ways["in 16 bits"] = weight.in_half(torch.bfloat16)
+            for kind, used in ways.items():
                 lines = sorted(self._candidates(used, x, activation), key=lambda line: line[0])
                 yield from ((f"{name}, {kind}", time, how) for time, how in lines[:_LISTED])
 

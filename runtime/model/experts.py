@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.routes import Rule
 from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.kernels.reference.experts import (
@@ -91,9 +92,9 @@ class GroupedMlp:
         if self.shared is not None:
             shared = run(self.shared.mlp, x)
             gate = None if self.shared.gate is None else self.shared.gate(x)
-        return sum_of_experts(
-            x, self.router(x), self.gate_up, self.down, self.rule, self.activation, shared=shared, gate=gate
-        )
+        weight = self.router.served[0]
+        router = weight if isinstance(weight, HalfWeight) else self.router
+        return sum_of_experts(x, router, self.gate_up, self.down, self.rule, self.activation, shared=shared, gate=gate)
 
 
 def rule_of(per_token: int, routing: Routing) -> Rule:

@@ -91,7 +91,7 @@ def test_every_kind_of_weight(name: str, dtype: str, way: Way, device: str) -> N
     layer = Layer(FORMATS[name], getattr(torch, dtype), device)
     x = torch.randn(3, layer.hidden, device=device).to(getattr(torch, dtype))
     logits = torch.randn(3, EXPERTS, device=device).to(x.dtype)
-    found = sum_of_experts(x, logits, layer.gate_up, layer.down, Rule(2), "silu", way=way)
+    found = sum_of_experts(x, lambda _: logits, layer.gate_up, layer.down, Rule(2), "silu", way=way)
     assert_right(found, layer.meaning(x, logits, 2))
 
 
@@ -107,7 +107,7 @@ def test_odd_routings(name: str, tokens: int, per_token: int, favourite: int | N
     if favourite is not None:
         logits[:, favourite], logits[:, 0] = 30.0, -30.0
     logits = logits.bfloat16()
-    found = sum_of_experts(x, logits, layer.gate_up, layer.down, Rule(per_token), "silu", way=FEW)
+    found = sum_of_experts(x, lambda _: logits, layer.gate_up, layer.down, Rule(per_token), "silu", way=FEW)
     assert_right(found, layer.meaning(x, logits, per_token))
 
 
@@ -117,9 +117,10 @@ def test_a_token_does_not_see_the_others(device: str) -> None:
     x, logits = torch.randn(11, layer.hidden, device=device).bfloat16(), torch.randn(11, EXPERTS, device=device)
     how = (layer.gate_up, layer.down, Rule(2), "silu")
     logits = logits.bfloat16()
-    together = sum_of_experts(x, logits, *how, way=FEW)
+    together = sum_of_experts(x, lambda _: logits, *how, way=FEW)
     for row in (0, 10):
-        assert torch.equal(sum_of_experts(x[row : row + 1], logits[row : row + 1], *how, way=FEW)[0], together[row])
+        alone = sum_of_experts(x[row : row + 1], lambda _, row=row: logits[row : row + 1], *how, way=FEW)
+        assert torch.equal(alone[0], together[row])
 
 
 def scattered(plane: IntegerWeight, seed: int) -> IntegerWeight:
@@ -168,7 +169,10 @@ def test_no_tokens(device: str) -> None:
     layer = Layer(None, torch.bfloat16, device)
     empty = torch.empty(0, layer.hidden, device=device).bfloat16()
     logits = torch.empty(0, EXPERTS, device=device).bfloat16()
-    assert sum_of_experts(empty, logits, layer.gate_up, layer.down, Rule(2), "silu").shape == (0, layer.hidden)
+    assert sum_of_experts(empty, lambda _: logits, layer.gate_up, layer.down, Rule(2), "silu").shape == (
+        0,
+        layer.hidden,
+    )
 
 
 def test_refusals(device: str) -> None:

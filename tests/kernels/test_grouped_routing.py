@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.linear.dense.weight import lay_out
 from quantkit.kernels.linear.grouped import routing
+from quantkit.kernels.linear.grouped.router import route_tokens
 from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.reference.experts import choose_experts
@@ -106,6 +108,31 @@ def test_equal_and_broken_logits(device: str) -> None:
     others = [0, 2, 4]
     assert torch.equal(routes.chosen[others], whole.chosen[others])
     assert torch.equal(routes.weights[others], whole.weights[others])
+
+
+@pytest.mark.parametrize(("tokens", "experts", "inputs"), [(1, 20, 300), (3, 5, 1100), (16, 33, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_router_and_its_routes_in_one_launch(
+    tokens: int, experts: int, inputs: int, dtype: torch.dtype, device: str
+) -> None:
+    """Twice, since tickets must be 0 again; with the logits that it would have as a linear."""
+    x = random(tokens, inputs + 8, device=device).to(dtype)[:, 4:-4]
+    router = lay_out((0.2 * random(experts, inputs, device=device, seed=1)).to(dtype))
+    correction = random(experts, device=device, seed=2)
+    rule = Rule(4, scoring="sigmoid", scale=1.5)
+    for _ in range(2):
+        routes = route_tokens(x, router, rule, 4, correction)
+        check_tiles(routes, experts)
+        assert not router.tickets.any()
+    logits = (x.double() @ router.values.double().mT).to(dtype)
+    check_choice(routes, logits, rule, correction)
+
+
+def test_few_tokens_only(device: str) -> None:
+    router = lay_out(torch.zeros(4, 128, device=device).bfloat16())
+    with pytest.raises(InputError, match="17 tokens, but at most 16"):
+        route_tokens(torch.zeros(17, 128, device=device).bfloat16(), router, Rule(2), 4)
+    assert route_tokens(torch.zeros(0, 128, device=device).bfloat16(), router, Rule(2), 4).pairs == 0
 
 
 def test_no_tokens(device: str) -> None:

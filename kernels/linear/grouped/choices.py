@@ -18,6 +18,7 @@ from quantkit.kernels.linear.weight import TICKETS, padded
 _ENOUGH = 3  # programs for each multiprocessor, from which inputs are not split
 _SPLITS = (1, 2, 4, 8)
 _FEWEST_STEPS = 2  # of a split
+_LEAST_OF_3_BITS = 5  # load: tiles of 16 pairs, as dense layers have it (`weight_only/choices.py`)
 _PAIRS_ROOM = 160 << 10  # bytes of shared memory of a multiprocessor, for tables of pairs
 
 
@@ -69,6 +70,8 @@ _HALF_TRIED = {
 
 def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card) -> Way:
     load = pairs / down.count
+    if gate_up.kind.startswith("int3"):
+        load = max(load, _LEAST_OF_3_BITS)
     packed = not isinstance(gate_up, GroupedHalf)
     table = _PACKED if packed else _HALF
     most = next((most for most in table if load <= most), None)

@@ -4,9 +4,9 @@ Layout   logits [tokens, experts] bfloat16, float16 or float32, rows contiguous;
 Meaning  `reference.experts.choose_experts`, and the order that `routes.py` describes
 Limits   up to 1,024 experts; chosen groups must have at least `per_token` experts
 
-A program looks at some tokens as a table of zeros and ones, [tokens, experts]: sums along its rows give slots, sums
-along its columns give places. Few tokens are one program, which writes everything. More of them are three launches:
-`_choose` counts for each block of tokens, `_scan` adds the counts up, `_place` writes the order.
+Few tokens are one program, which writes everything (`pick.py`). More of them are three launches: `_choose` counts for
+each block of tokens, `_scan` adds the counts up, `_place` writes the order. For very few, `router.py` computes the
+logits too.
 """
 
 from __future__ import annotations
@@ -19,117 +19,15 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.grouped.pick import list_all_pairs, pick, write_tiles
 from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
 from quantkit.kernels.linear.weight_only.assembly import TRITON
-from quantkit.kernels.linear.weight_only.unpack import to_half
 
 NAME = "routing"
 MOST_EXPERTS = 1024
 _ONE_PROGRAM = 4096  # numbers of a table that one program still takes alone: 32 tokens of 128 experts
 _BLOCK = 4096  # numbers of a table of each program, where there are several
 _SCANNED = 8192  # counts that `_scan` holds at a time
-_LOWEST = tl.constexpr(-1e30)  # of a score: an expert of a closed group is taken after all others
-
-
-@triton.jit
-def _finite(value):
-    """Also of NaN: whatever a token is, it chooses just as many experts as others."""
-    return tl.minimum(tl.where(value > _LOWEST, value, _LOWEST), -_LOWEST)
-
-
-@triton.jit
-def _scores(logits, inside, SIGMOID: tl.constexpr):
-    if SIGMOID:
-        return 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        logits = tl.where(inside, logits, float("-inf"))
-        powers = tl.exp(logits - tl.max(logits, 1)[:, None])
-        return powers / tl.sum(powers, 1)[:, None]
-
-
-@triton.jit
-def _in_open_groups(scores, expert, experts, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr):
-    """Scores, lowered where a group is not among the best of its token."""
-    COLUMNS: tl.constexpr = triton.next_power_of_2(GROUPS)
-    group = expert // (experts // GROUPS)
-    column = tl.arange(0, COLUMNS)[None, :]
-    best = tl.full((scores.shape[0], COLUMNS), float("-inf"), tl.float32)
-    for number in tl.static_range(GROUPS):
-        own = tl.where((group == number)[None, :], scores, _LOWEST)
-        value, at = tl.max(own, 1, return_indices=True)
-        if SIGMOID:
-            value += tl.max(tl.where(expert[None, :] == at[:, None], _LOWEST, own), 1)
-        best = tl.where(column == number, value[:, None], best)
-    open_ = tl.zeros(scores.shape, tl.int32)
-    for _ in tl.static_range(GROUPS_CHOSEN):
-        at = tl.argmax(best, 1)
-        open_ += (group[None, :] == at[:, None]).to(tl.int32)
-        best = tl.where(column == at[:, None], float("-inf"), best)
-    return tl.where(open_ > 0, scores, _LOWEST)
-
-
-@triton.jit
-def _pick(
-    logits,
-    correction,
-    weights,
-    chosen,
-    token,
-    expert,
-    tokens,
-    experts,
-    stride,
-    HAS_CORRECTION: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_CHOSEN: tl.constexpr,
-    SCALE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """(table, slots): 1 where a token chose an expert, and the slot that this is; writes numbers and weights."""
-    inside = (expert < experts)[None, :]
-    here = (token < tokens)[:, None]
-    value = tl.load(logits + token.to(tl.int64)[:, None] * stride + expert[None, :], mask=here & inside, other=0.0)
-    scores = _scores(_finite(value.to(tl.float32)), inside, SIGMOID)
-    preferred = scores
-    if HAS_CORRECTION:
-        preferred += tl.load(correction + expert, mask=expert < experts, other=0.0)[None, :]
-        preferred = _finite(preferred)
-    if GROUPS > 1:
-        preferred = _in_open_groups(preferred, expert, experts, SIGMOID, GROUPS, GROUPS_CHOSEN)
-    preferred = tl.where(inside, preferred, float("-inf"))
-    table = tl.zeros(preferred.shape, tl.int32)
-    for _ in tl.static_range(PER_TOKEN):
-        taken = expert[None, :] == tl.argmax(preferred, 1)[:, None]
-        table += taken.to(tl.int32)
-        preferred = tl.where(taken, float("-inf"), preferred)
-    table = tl.where(here, table, 0)
-    share = tl.where(table > 0, scores, 0.0)
-    if NORMALIZED:
-        share = share / tl.maximum(tl.sum(share, 1), 1e-20)[:, None]
-    slot = tl.cumsum(table, 1) - 1
-    place = token.to(tl.int64)[:, None] * PER_TOKEN + slot
-    tl.store(weights + place, to_half(share * SCALE, DTYPE, INTERPRET), mask=table > 0)
-    tl.store(chosen + place, tl.broadcast_to(expert[None, :], table.shape), mask=table > 0)
-    return table, slot
-
-
-@triton.jit
-def _write_tiles(count, start, expert, tiles, most, TILE: tl.constexpr):
-    number = (count + (TILE - 1)) // TILE
-    first = tl.cumsum(number, 0) - number
-    for tile in range(tl.max(number, 0)):
-        place = tiles + first + tile
-        here = tile < number
-        tl.store(place, expert, mask=here)
-        tl.store(place + most, start + tile * TILE, mask=here)
-        tl.store(place + 2 * most, start + count, mask=here)
-    for begin in range(tl.sum(number, 0), most, 128):
-        place = begin + tl.arange(0, 128)
-        tl.store(tiles + place, -1, mask=place < most)
 
 
 @triton.jit(do_not_specialize=("tokens", "most"))
@@ -164,16 +62,15 @@ def _choose(
     wait_for_last(CHAINED)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
-    table, slot = _pick(logits, correction, weights, chosen, token, expert, tokens, experts, stride, HAS_CORRECTION,
-                        PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN, SCALE, DTYPE, INTERPRET)  # fmt: skip
-    count = tl.sum(table, 0)
+    here = (token < tokens)[:, None] & (expert < experts)[None, :]
+    value = tl.load(logits + token.to(tl.int64)[:, None] * stride + expert[None, :], mask=here, other=0.0)
+    table, slot = pick(value.to(tl.float32), correction, weights, chosen, token, expert, tokens, experts,
+                       HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN, SCALE, DTYPE,
+                       INTERPRET)  # fmt: skip
     if ALONE:
-        start = tl.cumsum(count, 0) - count
-        place = start[None, :] + tl.cumsum(table, 0) - 1
-        tl.store(order + place, token[:, None] * PER_TOKEN + slot, mask=table > 0)
-        _write_tiles(count, start, expert, tiles, most, TILE)
+        list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN, TILE)
     else:
-        tl.store(counts + tl.program_id(0) * EXPERTS + expert, count)
+        tl.store(counts + tl.program_id(0) * EXPERTS + expert, tl.sum(table, 0))
 
 
 @triton.jit(do_not_specialize=("blocks", "most"))
@@ -201,7 +98,7 @@ def _scan(
         total += tl.sum(count, 0)
     start = tl.cumsum(total, 0) - total
     tl.store(starts + expert, start)
-    _write_tiles(total, start, expert, tiles, most, TILE)
+    write_tiles(total, start, expert, tiles, most, TILE)
 
 
 @triton.jit(do_not_specialize=("tokens",))
@@ -231,17 +128,13 @@ def _place(
 
 def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = None) -> Routes:
     """What every token's experts are, in tiles of up to `tile` pairs."""
-    _check(logits, rule, correction)
+    check_shape(NAME, "logits", logits, (None, None))
+    check_dtype(NAME, "logits", logits, (*HALVES, torch.float32))
+    check_rows(NAME, "logits", logits)
     (tokens, experts), device = logits.shape, logits.device
-    pairs, columns = tokens * rule.per_token, triton.next_power_of_2(experts)
-    made = torch.empty(2 * pairs, dtype=torch.int32, device=device)
-    routes = Routes(
-        chosen=made[:pairs].view(tokens, rule.per_token),
-        weights=torch.empty(tokens, rule.per_token, dtype=logits.dtype, device=device),
-        order=made[pairs:],
-        tiles=torch.empty(3, most_tiles(pairs, experts, tile), dtype=torch.int32, device=device),
-        tile=tile,
-    )
+    check_rule(rule, experts, device, correction)
+    columns = triton.next_power_of_2(experts)
+    routes = empty_routes(tokens, experts, rule.per_token, tile, logits.dtype, device)
     if tokens == 0:
         return routes
     alone = triton.next_power_of_2(tokens) * columns <= _ONE_PROGRAM
@@ -262,7 +155,7 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
         logits.stride(0),
         routes.most,
         HAS_CORRECTION=correction is not None,
-        **_constants(rule),
+        **constants(rule),
         DTYPE=TRITON.get(logits.dtype, tl.float32),
         INTERPRET=triton.knobs.runtime.interpret,
         TOKENS=rows,
@@ -282,7 +175,22 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
     return routes
 
 
-def _constants(rule: Rule) -> dict[str, object]:
+def empty_routes(
+    tokens: int, experts: int, per_token: int, tile: int, dtype: torch.dtype, device: torch.device
+) -> Routes:
+    pairs = tokens * per_token
+    made = torch.empty(2 * pairs, dtype=torch.int32, device=device)
+    return Routes(
+        chosen=made[:pairs].view(tokens, per_token),
+        weights=torch.empty(tokens, per_token, dtype=dtype, device=device),
+        order=made[pairs:],
+        tiles=torch.empty(3, most_tiles(pairs, experts, tile), dtype=torch.int32, device=device),
+        tile=tile,
+    )
+
+
+def constants(rule: Rule) -> dict[str, object]:
+    """What `pick` is compiled for."""
     return {
         "PER_TOKEN": rule.per_token,
         "NORMALIZED": rule.normalized,
@@ -293,12 +201,8 @@ def _constants(rule: Rule) -> dict[str, object]:
     }
 
 
-def _check(logits: Tensor, rule: Rule, correction: Tensor | None) -> None:
-    check_shape(NAME, "logits", logits, (None, None))
-    check_dtype(NAME, "logits", logits, (*HALVES, torch.float32))
-    check_rows(NAME, "logits", logits)
-    check_same_device(NAME, logits=logits, correction=correction)
-    experts = logits.shape[1]
+def check_rule(rule: Rule, experts: int, device: torch.device, correction: Tensor | None) -> None:
+    check_same_device(NAME, logits=device, correction=correction)
     if correction is not None:
         check_shape(NAME, "correction", correction, (experts,))
         check_dtype(NAME, "correction", correction, (torch.float32,))

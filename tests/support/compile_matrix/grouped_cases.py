@@ -12,8 +12,10 @@ import torch
 from compile_matrix.case import Case
 from compile_matrix.weights import weight_of
 from quantkit.kernels.card import Card
+from quantkit.kernels.linear.dense.weight import lay_out
 from quantkit.kernels.linear.grouped.choices import candidates, choose
 from quantkit.kernels.linear.grouped.combine import combine
+from quantkit.kernels.linear.grouped.router import route_tokens
 from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.tile import TileConfig
@@ -35,6 +37,9 @@ def grouped_cases(card: Card) -> Iterator[Case]:
         for tokens in (1, 16, 300):  # one program for the first two
             launch = lambda dtype, how=(tokens, experts, rule): _route(*how, dtype)  # noqa: E731
             yield Case(f"routes of {tokens} to {name}", launch)
+        for tokens in (1, 8, 16):
+            launch = lambda dtype, how=(tokens, experts, rule): _route_tokens(*how, dtype)  # noqa: E731
+            yield Case(f"router of {tokens} to {name}", launch)
     for shared in (False, True):
         yield Case(f"sum of experts, shared {shared}", lambda dtype, shared=shared: _combine(shared, dtype))
     for name in (*_FORMATS, "half"):
@@ -58,6 +63,12 @@ def _tried(name: str) -> Iterator[tuple[int, TileConfig]]:
 def _route(tokens: int, experts: int, rule: Rule, dtype: torch.dtype) -> None:
     correction = torch.zeros(experts) if rule.scoring == "sigmoid" else None
     route(torch.zeros(tokens, experts, dtype=dtype), rule, 8, correction)
+
+
+def _route_tokens(tokens: int, experts: int, rule: Rule, dtype: torch.dtype) -> None:
+    correction = torch.zeros(experts) if rule.scoring == "sigmoid" else None
+    router = lay_out(torch.zeros(experts, 2048, dtype=dtype))
+    route_tokens(torch.zeros(tokens, 2048, dtype=dtype), router, rule, 8, correction)
 
 
 def _combine(shared: bool, dtype: torch.dtype) -> None:
