@@ -19,6 +19,7 @@ _ENOUGH = 3  # programs for each multiprocessor, from which inputs are not split
 _SPLITS = (1, 2, 4, 8)
 _FEWEST_STEPS = 2  # of a split
 _LEAST_OF_3_BITS = 5  # load: tiles of 16 pairs, as dense layers have it (`weight_only/choices.py`)
+_LARGEST_IN_REGISTERS = 22  # load: larger tiles of codes spill where a warp holds its operands itself
 _PAIRS_ROOM = 160 << 10  # bytes of shared memory of a multiprocessor, for tables of pairs
 
 
@@ -78,6 +79,8 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card) 
     if most is None:
         large = card is NO_GPU or card.multiplies_from_shared
         return replace(_PROMPTS if large else _SMALL_PROMPTS, decoded=packed)
+    if packed and card is not NO_GPU and not card.multiplies_from_shared:
+        most = min(most, _LARGEST_IN_REGISTERS)
     way = table[most]
     return replace(
         way,

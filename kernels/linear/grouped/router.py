@@ -84,8 +84,8 @@ def _router(
         token, expert = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
         logits = tl.zeros((TOKENS, EXPERTS), tl.float32)
         for number in tl.static_range(SHARES):
-            place = (number * TOKENS + token[:, None]) * EXPERTS + expert[None, :]
-            logits += tl.load(partial + place, cache_modifier=".cg")
+            at = (number * TOKENS + token[:, None]) * EXPERTS + expert[None, :]
+            logits += tl.load(partial + at, cache_modifier=".cg")
         table, slot = pick(to_half(logits, DTYPE, INTERPRET).to(tl.float32), correction, weights, chosen, token, expert,
                            tokens, experts, HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN,
                            SCALE, DTYPE, INTERPRET)  # fmt: skip
