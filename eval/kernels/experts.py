@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class Timed:
         return self._time(lambda number: weight.matmul(x, routes[number], config, activation))
 
     def _time(self, call: Callable[[int], Any]) -> float:
-        return microseconds([lambda number=number: call(number) for number in range(_CALLS)])
+        return microseconds([partial(call, number) for number in range(_CALLS)])
 
 
 def describe(way: Way) -> str:

@@ -46,11 +46,12 @@ DECODED = Way(16, TileConfig(64, 4, 3, depth=64), TileConfig(128, 4, 3, depth=64
 class Layer:
     """Random experts in a format: as kernels take them, and as the reference does."""
 
-    def __init__(self, fmt: Format | None, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, fmt: Format | None, dtype: torch.dtype, device: str, experts: int = EXPERTS) -> None:
+        self._experts = experts
         group = getattr(fmt, "group_size", 0) or getattr(fmt, "block", 0)
         self.hidden, width = (256, 128) if group == 128 else (192, 64)  # whole chunks and not, as groups allow
-        self.gate_up, self._gate_up = _planes(fmt, width, self.hidden, 2 * EXPERTS, dtype, device)
-        self.down, self._down = _planes(fmt, self.hidden, width, EXPERTS, dtype, device)
+        self.gate_up, self._gate_up = _planes(fmt, width, self.hidden, 2 * experts, dtype, device)
+        self.down, self._down = _planes(fmt, self.hidden, width, experts, dtype, device)
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """In x's dtype after every step, as the runtime computes it."""
@@ -60,7 +61,7 @@ class Layer:
 
     def meaning(self, x: Tensor, logits: Tensor, per_token: int) -> Tensor:
         chosen, weights = reference.choose_experts(logits, per_token, normalized=True)
-        mlps = [lambda x, number=number: self.expert(number, x) for number in range(EXPERTS)]
+        mlps = [lambda x, number=number: self.expert(number, x) for number in range(self._experts)]
         return reference.sum_of_experts(x, chosen, weights, mlps)
 
 
@@ -88,11 +89,11 @@ def assert_right(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize(("name", "dtype", "way"), cover(FORMATS, ("bfloat16", "float16"), (FEW, DECODED)))
 def test_every_kind_of_weight(name: str, dtype: str, way: Way, device: str) -> None:
-    layer = Layer(FORMATS[name], getattr(torch, dtype), device)
-    x = torch.randn(3, layer.hidden, device=device).to(getattr(torch, dtype))
-    logits = torch.randn(3, EXPERTS, device=device).to(x.dtype)
-    found = sum_of_experts(x, lambda _: logits, layer.gate_up, layer.down, Rule(2), "silu", way=way)
-    assert_right(found, layer.meaning(x, logits, 2))
+    layer = Layer(FORMATS[name], getattr(torch, dtype), device, experts=2)
+    x = torch.randn(2, layer.hidden, device=device).to(getattr(torch, dtype))
+    logits = torch.tensor([[0.0, 1.0], [2.0, 1.0]], device=device).to(x.dtype)
+    found = sum_of_experts(x, lambda _: logits, layer.gate_up, layer.down, Rule(1), "silu", way=way)
+    assert_right(found, layer.meaning(x, logits, 1))
 
 
 @pytest.mark.parametrize(
