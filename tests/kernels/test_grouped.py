@@ -10,9 +10,10 @@ from pairwise import cover
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, IntegerWeight, Nf4
 from quantkit.kernels.card import KNOWN, Card
+from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.grouped.choices import Way, candidates, choose
 from quantkit.kernels.linear.grouped.combine import combine
-from quantkit.kernels.linear.grouped.experts import sum_of_experts
+from quantkit.kernels.linear.grouped.experts import routes_of, sum_of_experts
 from quantkit.kernels.linear.grouped.routes import Rule
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.tile import TileConfig
@@ -122,6 +123,21 @@ def test_a_token_does_not_see_the_others(device: str) -> None:
     for row in (0, 10):
         alone = sum_of_experts(x[row : row + 1], lambda _, row=row: logits[row : row + 1], *how, way=FEW)
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("tokens", [3, 17])
+def test_a_router_by_its_weight(tokens: int, device: str) -> None:
+    """Few tokens are routed in the launch that multiplies; both ways choose as the logits say."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 64, generator=random).bfloat16().to(device)
+    router = dense.lay_out(torch.randn(5, 64, generator=random).bfloat16().to(device))
+    routes = routes_of(x, router, Rule(2), 8)
+    logits = (x.double() @ router.values.double().mT).bfloat16()
+    chosen, _ = reference.choose_experts(logits, 2, normalized=True)
+    assert torch.equal(routes.chosen.long(), chosen.sort(-1).values)
+    by_function = routes_of(x, lambda x: (x.double() @ router.values.double().mT).bfloat16(), Rule(2), 8)
+    assert torch.equal(by_function.order, routes.order)
+    assert torch.equal(by_function.tiles[0], routes.tiles[0])
 
 
 def scattered(plane: IntegerWeight, seed: int) -> IntegerWeight:

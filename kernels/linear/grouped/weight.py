@@ -192,7 +192,8 @@ class PackedStack:
             if name not in self._tensors:
                 assert part is not None
                 self._tensors[name] = torch.empty(self._count, *part.shape, dtype=part.dtype, device=part.device)
-                self._tensors[name][:] = part if name not in _NEUTRAL else _neutral(name, weight, part)
+                if name in _NEUTRAL:  # planes before had none
+                    self._tensors[name][:] = _neutral(name, weight, part)
             place = self._tensors[name][plane]
             place.copy_(_neutral(name, weight, place) if part is None else part)
 
