@@ -50,7 +50,7 @@ class ExpertMlp:
         return tuple(linear for mlp in mlps for linear in mlp.linears)
 
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
-        chosen, weights = choose_experts(self.router(x), self.per_token, normalized=self.routing.normalized)
+        chosen, weights = choose_experts(self.router(x), **vars(rule_of(self.per_token, self.routing)))
         add_up = sum_of_every_expert if x.is_cuda else sum_of_experts
         routed = add_up(x, chosen, weights, [partial(run, expert) for expert in self.experts])
         if self.shared is None:
@@ -98,6 +98,5 @@ class GroupedMlp:
 
 
 def rule_of(per_token: int, routing: Routing) -> Rule:
-    return Rule(
-        per_token, routing.normalized, routing.scoring, routing.groups, routing.groups_chosen, routing.scale
-    )  # fmt: skip
+    """Without a correction of scores, which no family here stores."""
+    return Rule(per_token, routing.normalized, routing.scoring, routing.groups, routing.groups_chosen, routing.scale)
