@@ -110,6 +110,38 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 2047,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
     "deepseek-v3": {
         "model_type": "deepseek_v3",
         "vocab_size": 129280,
@@ -143,6 +175,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+SHAPES["tiny-experts"] = SHAPES["tiny"] | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 _WITH_PLAIN_BLOCKS = ("llama", "mistral", "qwen2")
 # Those that can be filled with random weights: two norms in a block, separate linears.
 PLAIN_SHAPES = {name: config for name, config in SHAPES.items() if config["model_type"] in _WITH_PLAIN_BLOCKS}
+# The same with experts, which few tools beside the engine can be given at random.
+EXPERT_SHAPES = {name: SHAPES[name] for name in ("qwen3-30b-a3b", "mixtral-8x7b", "tiny-experts")}

@@ -23,9 +23,18 @@ _TWICE_ROOT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
-def _sigmoid(z):
+def sigmoid(z):
     decay = tl.exp(-tl.abs(z))  # at most 1: nothing overflows
     return tl.where(z >= 0, 1.0, decay) / (1.0 + decay)
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """In float32."""
+    if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        return gate * sigmoid((gate + 0.044715 * gate * gate * gate) * _TWICE_ROOT_TWO_OVER_PI)
+    else:
+        return gate * sigmoid(gate)
 
 
 @triton.jit
@@ -52,14 +61,10 @@ def _activate(
     dtype = out.dtype.element_ty
     if CLIPPED:
         gate = tl.minimum(gate, limit)
-        active = gate * _sigmoid(factor * gate)
+        active = gate * sigmoid(factor * gate)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-    elif GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
-        active = gate * _sigmoid((gate + 0.044715 * gate * gate * gate) * _TWICE_ROOT_TWO_OVER_PI)
     else:
-        active = gate * _sigmoid(gate)
-    if not CLIPPED:
-        active = active.to(dtype).to(tl.float32)
+        active = activated(gate, GELU).to(dtype).to(tl.float32)
     result = (active * up).to(dtype)
     tl.store(out + token * out_stride + columns, result, mask=here)
 

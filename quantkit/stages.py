@@ -45,13 +45,15 @@ class Fold:
 class Routing:
     """How a router chooses experts by its logits, and how much each of the chosen counts.
 
-    The meaning is `choose_experts` in `kernels/reference/experts.py`.
+    The meaning is `choose_experts` in `kernels/reference/experts.py`. Experts may stand in groups of equal size,
+    neighbours together. A token then chooses groups first: each by its best expert under softmax, by the sum of its two
+    best under sigmoid.
     """
 
     normalized: bool = True  # the scores of the chosen ones are divided by their sum
     scoring: Literal["softmax", "sigmoid"] = "softmax"  # makes a score of each logit; softmax looks at all of them
     corrected: bool = False  # a stored bias is added to the scores to choose by, and counts for nothing else
-    groups: int = 1  # neighbours of equal number; with `corrected` their two best count for them, else their best
+    groups: int = 1
     groups_chosen: int = 1  # only their experts can be chosen
     scale: float = 1.0  # of what the chosen ones count
     float32: bool = False  # the logits are computed in it, whatever the model's dtype

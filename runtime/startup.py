@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +92,7 @@ def start_engine(
     try:
         return build_engine(
             checkpoint.config, config, load, size, dtype, options, stages=stages, draft=draft, heads=heads,
-            peers=peers, formats=checkpoint.formats.values(),
+            peers=peers, formats=checkpoint.formats,
         )  # fmt: skip
     except BaseException:
         if peers is not None:
@@ -112,11 +112,11 @@ def build_engine(
     draft: DraftModel | None = None,
     heads: MedusaHeads | None = None,
     peers: PeerRanks | None = None,
-    formats: Iterable[Format] = (),
+    formats: Mapping[str, Format] | None = None,
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
-    With `peers`, sizes and weights are those of rank 0. `formats`: one for each quantized layer.
+    With `peers`, sizes and weights are those of rank 0. `formats`: of quantized layers, by module.
     """
     if peers is None:
         refuse_ranks(options, "random weights")

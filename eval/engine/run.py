@@ -20,6 +20,7 @@ import torch
 from quantkit.eval.engine.guesses import Guesses
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.model.experts import GroupedMlp
 
 SHORT_PROMPT, WARM_UP_TOKENS = 16, 4
 
@@ -138,8 +139,14 @@ def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:
 
 
 def bytes_of_step(engine: Engine, load: Load) -> float:
-    """Read at least once when everybody answers: all weights but the embedding, and half-grown contexts."""
-    weights = engine.memory.weights
+    """Read at least once when everybody answers: all weights but the embedding, and half-grown contexts.
+
+    Of experts those that somebody chose, where all are chosen equally often.
+    """
+    weights: float = engine.memory.weights
+    for block in engine.runner.decoder.weights.blocks:
+        if isinstance(block.mlp, GroupedMlp):
+            weights -= block.mlp.nbytes * (1 - block.mlp.share_of_token) ** load.batch
     embedding = engine.runner.decoder.weights.embedding
     if not engine.config.tied:
         weights -= embedding.numel() * embedding.element_size()

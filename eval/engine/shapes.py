@@ -7,20 +7,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quantkit.eval.shapes import PLAIN_SHAPES
+from quantkit.eval.shapes import EXPERT_SHAPES, PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.fuse import join
+from quantkit.kernels.linear.grouped.weight import GroupedWeight, PackedStack, lay_out_half, why_not
 from quantkit.kernels.linear.op import LinearWeight, prepare
+from quantkit.kernels.linear.weight_only.weight import lay_out
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Weights
+from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, rule_of
+from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits, more_bytes
+from quantkit.runtime.model.loading import has_routed_kernels
 from quantkit.stages import Stage
 
-SHAPES = PLAIN_SHAPES
+SHAPES = PLAIN_SHAPES | EXPERT_SHAPES
 # Activations of a random MLP have no few outlier columns, as trained ones have: with weights twice as large, thousands
 # of tokens would put a value of 6 into every column, and LLM.int8 would compute everything in 16 bit.
 _SPREAD = 0.01
+# Experts of a layer whose quantized weights differ; others are copies of them. Memory that is read is each one's own.
+_DISTINCT = 4
 
 
 class RandomWeights:
@@ -50,6 +56,8 @@ class RandomWeights:
         config = self._config
         plain = config.vocab * config.hidden * (1 if config.tied else 2) * self._dtype.itemsize
         plain += more_bytes(config, self._dtype, self._head_bits)
+        routers = sum(stages[2].experts.count for stages in config.stages if stages[2].experts)
+        plain += routers * config.hidden * self._dtype.itemsize
         return plain + sum(self._stored(rows, inputs) for rows, inputs in self._linears())
 
     def _linears(self) -> Iterator[tuple[int, int]]:
@@ -74,22 +82,50 @@ class RandomWeights:
         return prepare(fmt, quantized, self._dtype)
 
     def _block(self, stages: tuple[Stage, ...]) -> Block:
-        config, linears = self._config, {}
-        for stage in stages:
-            biased = config.family.qkv_bias == "always" and stage.role == "qkv"
-            linears[stage.role] = self._linear(config.outputs(stage), config.inputs(stage), biased=biased)
-        norm = self._ones(config.hidden)
+        config, by_role = self._config, {stage.role: stage for stage in stages}
+        norm, of_head = self._ones(config.hidden), self._ones(config.head_dim) if config.family.qk_norm else None
         return Block(
             before_attention=norm,
-            qkv=linears["qkv"],
-            q_norm=None,
-            k_norm=None,
-            output=linears["output"],
+            qkv=self._of_stage(by_role["qkv"], biased=config.family.qkv_bias == "always"),
+            q_norm=of_head,
+            k_norm=of_head,
+            output=self._of_stage(by_role["output"]),
             after_attention=None,
             before_mlp=norm,
-            mlp=DenseMlp(linears["gate_up"], linears["down"]),
+            mlp=self._mlp(by_role["gate_up"], by_role["down"]),
             after_mlp=None,
         )
+
+    def _mlp(self, gate_up: Stage, down: Stage) -> Mlp:
+        experts = gate_up.experts
+        if experts is None:
+            return DenseMlp(self._of_stage(gate_up), self._of_stage(down))
+        router = Linear((self._random(experts.count, self._config.hidden),))
+        if has_routed_kernels(self._device) and not any(map(self._why_not_stacked, (gate_up, down))):
+            stacks = self._stack(gate_up), self._stack(down)
+            return GroupedMlp(
+                router, *stacks, rule_of(experts.per_token, experts.routing), self._config.activation, shared=None
+            )
+        each = zip(gate_up.by_expert, down.by_expert, strict=True)
+        mlps = tuple(DenseMlp(*map(self._of_stage, stages)) for stages in each)
+        return ExpertMlp(router, mlps, experts.per_token, experts.routing, shared=None)
+
+    def _why_not_stacked(self, stage: Stage) -> str | None:
+        return why_not([self._format], self._config.inputs(stage))
+
+    def _stack(self, stage: Stage) -> GroupedWeight:
+        """Of all experts."""
+        sizes, inputs = self._config.outputs(stage), self._config.inputs(stage)
+        if self._format is None:
+            return lay_out_half(self._weight(len(sizes) * sizes[0], inputs).view(len(sizes), sizes[0], inputs))
+        distinct = [lay_out(self._format.quantize(self._weight(sizes[0], inputs))) for _ in range(_DISTINCT)]
+        stack = PackedStack(len(sizes))
+        for plane in range(len(sizes)):
+            stack.put(plane, distinct[plane % _DISTINCT])
+        return stack.finish()
+
+    def _of_stage(self, stage: Stage, *, biased: bool = False) -> Linear:
+        return self._linear(self._config.outputs(stage), self._config.inputs(stage), biased=biased)
 
     def _linear(self, outputs: tuple[int, ...], inputs: int, *, biased: bool) -> Linear:
         bias = self._random(sum(outputs), 1).flatten() if biased else None

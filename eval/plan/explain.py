@@ -57,13 +57,15 @@ def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Li
     assert reserve is not None
     attention = config.attended
     others = config.attention_numbers - 2 * attention
-    wide = f"max(3 x {config.token_channels:,}, {others:,} + 2 x {attention:,}) + 3 x {config.hidden:,}"
+    routed = f" + {config.routed_channels:,}" if config.routed_channels else ""
+    wide = f"max(3 x {config.token_channels:,}{routed}, {others:,} + 2 x {attention:,}) + 3 x {config.hidden:,}"
     yield "activations of a step", f"{STEP_TOKENS:,} tokens x ({wide}) x 2 bytes = {_gb(reserve.hidden)}"
-    yield "a weight in 16 bit", f"{config.hidden:,} x {config.largest_width:,} x 2 x 2 bytes = {_gb(reserve.decoded)}"
+    channels = config.decoded_weights // (2 * config.hidden)  # of all experts of a layer, where it has some
+    yield "a weight in 16 bit", f"{config.hidden:,} x {channels:,} x 2 x 2 bytes = {_gb(reserve.decoded)}"
     each = f"(512 rows x (2 + 12) bytes + {SEQUENCES} x 5 for penalties)"
     yield "logits", f"{config.vocab:,} x {each} = {_gb(reserve.logits)}"
     yield "CUDA and libraries", _gb(LIBRARIES)
-    width = f"4 x ({config.token_channels:,} + {config.hidden:,} + {attention:,})"
+    width = f"4 x ({config.token_channels:,} + {config.hidden:,} + {attention:,}){routed}"
     decoded = _gb(reserve.decoded)
     yield "CUDA graphs", f"{SEQUENCES} x {width} x 2 x 4 bytes + {decoded} + 64 MiB = {_gb(reserve.graphs)}"
     yield "engine", f"the sum of these five = {_gb(fit.reserve)}"

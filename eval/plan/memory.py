@@ -73,9 +73,9 @@ def reserve_of(decoder: Decoder, tensor: int = 1) -> Reserve:
     """Of a rank, one of so many that share every layer: logits of all of them are put together."""
     config = decoder.config
     logit = _ACTIVATION * (1 if tensor == 1 else 3) + SHAPED_BYTES
-    width = max(3 * config.token_channels, config.attention_numbers) + 3 * config.hidden
-    graph_width = 4 * config.token_channels + 4 * config.hidden + 4 * config.attended
-    decoded = config.hidden * config.largest_width * 2 * _ACTIVATION
+    width = max(3 * config.token_channels + config.routed_channels, config.attention_numbers) + 3 * config.hidden
+    graph_width = 4 * config.token_channels + config.routed_channels + 4 * config.hidden + 4 * config.attended
+    decoded = config.decoded_weights * _ACTIVATION
     return Reserve(
         hidden=STEP_TOKENS * width * _ACTIVATION,
         decoded=decoded,

@@ -79,8 +79,10 @@ def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
     checkpoint = Checkpoint(model_folder(model))
     known = checkpoint.config.get("model_type") in FAMILIES  # others can still be looked at
     config = read_model_config(checkpoint.config) if known else None
-    has_experts, has_latent = bool(config and config.has_experts), bool(config and config.latent)
-    plan = plan_card(card, checkpoint.formats.values(), has_experts=has_experts, has_latent=has_latent)
+    modules = () if config is None else config.expert_modules
+    experts = [checkpoint.formats[module] for module in modules if module in checkpoint.formats]
+    has_latent = config is not None and config.latent is not None
+    plan = plan_card(card, checkpoint.formats.values(), expert_formats=experts, has_latent=has_latent)
     weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
     return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
 

@@ -185,8 +185,6 @@ def _warnings(model: PlannedModel, question: Question, gpu: Gpu, formats: Sequen
             f"sliding layers read {read / 1e9:.2f} GB of a request's cache, but quantkit's engine keeps all "
             f"{held / 1e9:.2f} GB of it: room is counted by what is kept, speed by what is read"
         )
-    if model.decoder is not None and model.decoder.experts:
-        yield "quantkit's engine runs experts on a CPU only so far: speeds are what other engines could reach here"
     if gpu.name in UNTRIED:
         yield UNTRIED[gpu.name]
     if gpu.fp8 is None and any(found.weights.arithmetic == "fp8" for found in formats):

@@ -64,27 +64,48 @@ def splits_to_try(outputs: int, tile: int, most: int, tokens: int, steps: int) -
 
 
 @triton.jit
+def leave_part(acc, parts, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Stores what one split has of a tile."""
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(parts + split * (ROWS * COLUMNS) + place, acc)
+
+
+@triton.jit
+def arrives_last(ticket, splits):
+    """Whether all parts of a tile are there; then the ticket is 0 again, for the next call."""
+    tl.debug_barrier()  # every thread's part is stored before the ticket is taken
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == splits - 1
+    if last:
+        tl.debug_barrier()
+        tl.store(ticket, 0)
+    return last
+
+
+@triton.jit
+def sum_of_parts(parts, splits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile, in the order of the splits."""
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    acc = tl.load(parts + place, cache_modifier=".cg")
+    for other in range(1, splits):
+        acc += tl.load(parts + other * (ROWS * COLUMNS) + place, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
 def add_in_order(acc, partial, tickets, split, splits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(sum over all splits, True) in the program that arrives last, (anything, False) in the others.
 
     Each program stores its part and takes a ticket; the one that draws the last ticket reads all parts in the order of
-    the splits, and sets the ticket back to 0 for the next call. Tiles are numbered by programs 0 and 1 of the grid.
+    the splits. Tiles are numbered by programs 0 and 1 of the grid.
     """
     last = True
     if splits > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         parts = partial + tile.to(tl.int64) * splits * (ROWS * COLUMNS)
-        tl.store(parts + split * (ROWS * COLUMNS) + place, acc)
-        tl.debug_barrier()  # every thread's part is stored before the ticket is taken
-        ticket = tl.atomic_add(tickets + tile, 1, sem="acq_rel")
-        last = ticket == splits - 1
+        leave_part(acc, parts, split, ROWS, COLUMNS)
+        last = arrives_last(tickets + tile, splits)
         if last:
-            tl.debug_barrier()
-            acc = tl.load(parts + place, cache_modifier=".cg")
-            for other in range(1, splits):
-                acc += tl.load(parts + other * (ROWS * COLUMNS) + place, cache_modifier=".cg")
-            tl.store(tickets + tile, 0)
+            acc = sum_of_parts(parts, splits, ROWS, COLUMNS)
     return acc, last
 
 

@@ -24,29 +24,27 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """The numbers of each token's experts, and how much each of them counts in the sum, [tokens, per_token] both.
 
-    `logits` [tokens, experts] are the router's. A score is the softmax over all experts or the sigmoid of one, float32.
-    Experts are chosen by their scores plus `correction` [experts], from the `groups_chosen` best of `groups` neighbours
-    of equal number: a group is as good as its best expert, or with a correction as the sum of its two best. Weights
-    are the scores of the chosen, divided by their sum where `normalized`, times `scale`, in the dtype of the logits.
+    `logits` [tokens, experts] are the router's; the rest is `stages.Routing`, with `correction` [experts] where scores
+    are corrected. Scores are float32, and of equal ones the lower number is chosen. Weights come in the dtype of the
+    logits.
     """
     scores = logits.float().softmax(-1) if scoring == "softmax" else logits.float().sigmoid()
-    ranking = scores if correction is None else scores + correction.float()
-    if groups_chosen < groups:
-        deciding = 1 if correction is None else 2
-        ranking = ranking.masked_fill(~_in_best_groups(ranking, groups, groups_chosen, deciding), float("-inf"))
-    chosen = ranking.topk(per_token, dim=-1).indices
+    preferred = scores if correction is None else scores + correction.float()
+    if groups > 1:
+        by_group = preferred.unflatten(-1, (groups, -1))
+        best = by_group.topk(1 if scoring == "softmax" else 2, dim=-1).values.sum(-1)  # [tokens, groups]
+        open_groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _largest(best, groups_chosen), True)
+        preferred = by_group.masked_fill(~open_groups[..., None], float("-inf")).flatten(-2)
+    chosen = _largest(preferred, per_token)
     weights = scores.gather(-1, chosen)
     if normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + _NO_ZERO)
     return chosen, (weights * scale).to(logits.dtype)
 
 
-def _in_best_groups(ranking: Tensor, groups: int, groups_chosen: int, deciding: int) -> Tensor:
-    """Whether each expert is in one of the best groups, by the sum of their `deciding` best: bool [tokens, experts]."""
-    grouped = ranking.unflatten(-1, (groups, -1))
-    best = grouped.topk(deciding, dim=-1).values.sum(-1).topk(groups_chosen, dim=-1).indices
-    kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=ranking.device).scatter_(-1, best, True)
-    return kept[..., None].expand_as(grouped).flatten(-2)
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Where the largest stand, in their order, which `topk` leaves open for equal ones."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def sum_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
@@ -60,6 +58,16 @@ def sum_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence
         tokens, place = (chosen == number).nonzero(as_tuple=True)
         output = experts[number](x[tokens]).float() * weights[tokens, place, None].float()
         total.index_add_(0, tokens, output)
+    return total.to(x.dtype)
+
+
+def sum_of_every_expert(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
+    """The same where the host may not know who was chosen: every expert sees all tokens, which is slow."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number, expert in enumerate(experts):
+        chose = chosen == number
+        weight = (weights.float() * chose).sum(-1, keepdim=True)
+        total += torch.where(chose.any(-1, keepdim=True), expert(x).float() * weight, 0.0)
     return total.to(x.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,18 +86,20 @@ def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
 
 
 def check_kernels(
-    config: ModelConfig, dtype: torch.dtype, options: EngineOptions, formats: Iterable[Format] = ()
+    config: ModelConfig, dtype: torch.dtype, options: EngineOptions, formats: Mapping[str, Format] | None = None
 ) -> CardPlan | None:
     """Refuses what this GPU, or attention, has no kernel for, before anything is loaded; None on a CPU.
 
-    `formats`: one for each quantized layer.
+    `formats`: of quantized layers, by module.
     """
     if options.torch_device.type != "cuda":
         return None
     from quantkit.kernels.attention.cache import CacheLayout
     from quantkit.kernels.card import card_of
 
+    formats = formats or {}
+    experts = [formats[module] for module in config.expert_modules if module in formats]
     card, latent = card_of(options.torch_device), config.latent is not None
-    plan = plan_card(card, formats, options.kv_dtype, has_experts=config.has_experts, has_latent=latent)
+    plan = plan_card(card, formats.values(), options.kv_dtype, expert_formats=experts, has_latent=latent)
     CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
     return plan

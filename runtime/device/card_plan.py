@@ -14,6 +14,7 @@ from quantkit.formats import Format
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.decoded import why_card_decodes
 from quantkit.kernels.linear.dispatch import file_name, table_of
+from quantkit.kernels.linear.eight_bit.weight import takes
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,18 @@ def plan_card(
     formats: Iterable[Format],
     kv_dtype: str = "auto",
     *,
-    has_experts: bool = False,
+    expert_formats: Iterable[Format] = (),
     has_latent: bool = False,
 ) -> CardPlan:
     """Refuses what a GPU cannot do, in a line that says what to do instead.
 
-    `formats`: one for each quantized layer; `has_experts`: whether a layer of the model has some; `has_latent`: whether
-    its attention is latent.
+    `formats`: one for each quantized layer; `expert_formats`: those of them that are experts; `has_latent`: whether the
+    model's attention is latent.
     """
     if has_latent:
         raise InputError(
             "the model has latent attention, which quantkit has no GPU kernels for yet; use --device cpu, or another "
             "engine"
-        )
-    if has_experts:
-        raise InputError(
-            "the model has experts, which quantkit has no GPU kernels for yet; use --device cpu, or another engine"
         )
     has = f"{card.name} has compute capability {card.capability[0]}.{card.capability[1]}"
     if not card.has_bfloat16:
@@ -66,8 +63,16 @@ def plan_card(
     if kv_dtype == "fp8" and not card.has_float8:
         raise InputError(f"{has}, but a cache in FP8 needs 8.9 (Ada) or newer; leave --kv-dtype out")
     reasons = Counter(why for fmt in formats if (why := why_card_decodes(fmt, card)) is not None)
-    return CardPlan(card, tuple(_decoded(why, layers) for why, layers in reasons.items()))
+    slow = sorted({fmt.name for fmt in expert_formats if takes(fmt)})
+    return CardPlan(card, (*(_decoded(why, layers) for why, layers in reasons.items()), *map(_every_expert, slow)))
 
 
 def _decoded(why: str, layers: int) -> str:
     return f"{why}: {layers} layers are decoded in every step, which is slow; W8A8, INT8 or INT4 have kernels there"
+
+
+def _every_expert(name: str) -> str:
+    return (
+        f"experts in {name} have no routed kernel: every step computes all of them for every token, which is slow; "
+        "INT4, NF4 and 16 bits have one"
+    )

@@ -168,9 +168,10 @@ def _activation_bytes(
     config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: ModelConfig | None
 ) -> int:
     """The most that one step holds at a time, estimated from the sizes of its tensors."""
-    width = max(3 * config.token_channels, config.attention_numbers) + 3 * config.hidden
+    in_mlp = 3 * config.token_channels + config.routed_channels
+    width = max(in_mlp, config.attention_numbers) + 3 * config.hidden
     hidden = options.budget * width * dtype.itemsize
-    decoded = config.hidden * config.largest_width * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
+    decoded = config.decoded_weights * dtype.itemsize  # one weight in 16 bit, for many tokens
     on_gpu = options.torch_device.type == "cuda"
     libraries = _LIBRARIES if on_gpu else 0
     travelling = DEVICE_BYTES if on_gpu and options.swap_gib else 0
@@ -195,7 +196,7 @@ def _logits_bytes(vocab: int, dtype: torch.dtype, options: EngineOptions, drafte
 
 def _graph_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
     """All graphs of a model share the memory of the largest one."""
-    width = 4 * config.token_channels + 4 * config.hidden + 4 * config.attended
-    decoded = config.hidden * config.largest_width * 2 * dtype.itemsize  # one weight in 16 bit, for many tokens
+    width = 4 * config.token_channels + config.routed_channels + 4 * config.hidden + 4 * config.attended
+    decoded = config.decoded_weights * dtype.itemsize  # one weight in 16 bit, for many tokens
     rows = max(options.sequences * 4, TOKENS[-1])
     return rows * width * dtype.itemsize + decoded + (64 << 20)

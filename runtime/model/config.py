@@ -64,9 +64,30 @@ class ModelConfig:
         return max(sum(self._channels(stage) for stage in _entries(stages)) for stages in self.stages)
 
     @property
-    def largest_width(self) -> int:
-        """Between gate_up and down of one MLP, of the widest of all."""
-        return max(self.width(stage) for stages in self.stages for stage in _entries(stages))
+    def decoded_weights(self) -> int:
+        """Numbers of the largest weight that is decoded at once: gate and up of an MLP, of all experts together."""
+        return max(
+            2 * self.hidden * self.width(stage) * (1 if stage.experts is None else stage.experts.count)
+            for stages in self.stages
+            for stage in _entries(stages)
+        )
+
+    @property
+    def routed_channels(self) -> int:
+        """That all experts of a token leave before they are added, in the layer with most; 0 without any."""
+        chosen = (stage.experts.per_token for stages in self.stages for stage in stages if stage.experts)
+        return self.hidden * max(chosen, default=0)
+
+    @property
+    def expert_modules(self) -> tuple[str, ...]:
+        """Linears of experts by full module names."""
+        return tuple(
+            module
+            for layer, stages in enumerate(self.stages)
+            for stage in stages
+            if stage.experts
+            for module in self.family.modules(layer, stage)
+        )
 
     def _channels(self, stage: Stage) -> int:
         return self.width(stage) * (1 if stage.experts is None else stage.experts.per_token)

@@ -1,4 +1,9 @@
-"""An MLP with experts: a router chooses some of them for every token, and their weighted outputs are added up."""
+"""An MLP with experts: a router chooses some of them for every token, and their weighted outputs are added up.
+
+On a GPU the experts of a layer are stacked and routed kernels run (`GroupedMlp`). `ExpertMlp` computes one expert after
+the other: on a CPU, and on a GPU in formats without a routed kernel, where every expert then sees every token, because
+the host does not know who was chosen.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,15 @@ from functools import partial
 
 from torch import Tensor
 
-from quantkit.kernels.reference.experts import add_shared_expert, choose_experts, sum_of_experts
+from quantkit.kernels.linear.dense.weight import HalfWeight
+from quantkit.kernels.linear.grouped.routes import Rule
+from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.reference.experts import (
+    add_shared_expert,
+    choose_experts,
+    sum_of_every_expert,
+    sum_of_experts,
+)
 from quantkit.runtime.model.layers import DenseMlp, Linear, RunDense
 from quantkit.stages import Routing
 
@@ -39,21 +52,70 @@ class ExpertMlp:
 
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
         chosen, weights = self._choice(x)
-        routed = sum_of_experts(x, chosen, weights, [partial(run, expert) for expert in self.experts])
+        add_up = sum_of_every_expert if x.is_cuda else sum_of_experts
+        routed = add_up(x, chosen, weights, [partial(run, expert) for expert in self.experts])
         if self.shared is None:
             return routed
         gate = None if self.shared.gate is None else self.shared.gate(x)
         return add_shared_expert(routed, run(self.shared.mlp, x), gate)
 
     def _choice(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        routing = self.routing
-        return choose_experts(
-            self.router(x.float() if routing.float32 else x),
-            self.per_token,
-            normalized=routing.normalized,
-            scoring=routing.scoring,
+        logits = self.router(x.float() if self.routing.float32 else x)
+        return choose_experts(logits, **vars(rule_of(self.per_token, self.routing)), correction=self.correction)
+
+
+@dataclass(frozen=True)
+class GroupedMlp:
+    """The same with all experts as two weights, for routed kernels."""
+
+    router: Linear
+    gate_up: GroupedWeight
+    down: GroupedWeight
+    rule: Rule
+    activation: str
+    shared: SharedExpert | None
+    correction: Tensor | None = None  # float32 [experts], where the routing has one
+    float32: bool = False  # logits are computed in it
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """That are no experts'; routed kernels choose by tables of their own."""
+        return () if self.shared is None else self.shared.mlp.linears
+
+    @property
+    def nbytes(self) -> int:
+        """Of all experts."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    @property
+    def share_of_token(self) -> float:
+        """Of the experts, that one token is sent to."""
+        return self.rule.per_token / self.down.count
+
+    def __call__(self, x: Tensor, run: RunDense) -> Tensor:
+        from quantkit.kernels.linear.grouped.experts import sum_of_experts  # needs Triton
+
+        shared = gate = None
+        if self.shared is not None:
+            shared = run(self.shared.mlp, x)
+            gate = None if self.shared.gate is None else self.shared.gate(x)
+        weight, plain = self.router.served[0], self.router.bias is None and not self.float32
+        return sum_of_experts(
+            x,
+            weight if plain and isinstance(weight, HalfWeight) else self._logits,
+            self.gate_up,
+            self.down,
+            self.rule,
+            self.activation,
             correction=self.correction,
-            groups=routing.groups,
-            groups_chosen=routing.groups_chosen,
-            scale=routing.scale,
+            shared=shared,
+            gate=gate,
         )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.router(x.float() if self.float32 else x)
+
+
+def rule_of(per_token: int, routing: Routing) -> Rule:
+    """What kernels ask of a routing beside its tensors."""
+    return Rule(per_token, routing.normalized, routing.scoring, routing.groups, routing.groups_chosen, routing.scale)

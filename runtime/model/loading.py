@@ -11,19 +11,17 @@ from torch import Tensor
 
 from quantkit.arch.sizes import LatentSizes
 from quantkit.checkpoint import Checkpoint
+from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.progress import Progress, silent
-from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.experts import ExpertMlp, SharedExpert
+from quantkit.runtime.model.config import ROUTED, ModelConfig
+from quantkit.runtime.model.expert_stacks import TRIED_ROWS, read_stack, why_not_stacked
+from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
 from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.reader import Reader
 from quantkit.runtime.model.shards import GroupShare, Share, share_of_block
-from quantkit.stages import Stage
-
-# Of an expert that is not the first of its layer: that one has the same kernels and was tried whole. Trying all rows of
-# all experts took four fifths of loading NF4 and LLM.int8 on a CPU.
-_TRIED_ROWS = 128
+from quantkit.stages import Experts, Stage
 
 
 def load_weights(
@@ -74,6 +72,10 @@ def load_blocks(
             blocks.append(_BlockReader(reader, layer, ranks).block())
         on_block(f"block {layer}", len(own))
     return tuple(blocks)
+
+
+def has_routed_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -138,18 +140,39 @@ class _BlockReader:
 
     def _mlp(self) -> Mlp:
         """Dense, or experts by the names that each of them has in the files."""
-        experts = self._stages["gate_up"].experts
-        mlps = tuple(self._dense_mlps())
+        config, experts = self.reader.config, self._stages["gate_up"].experts
         if experts is None:
-            return mlps[0]
-        routing = self._in_float32 if experts.routing.float32 else self
-        router = routing._kept(experts.router, experts.count, biased=experts.router_biased)
-        return ExpertMlp(router, mlps, experts.per_token, experts.routing, self._shared_expert(), self._correction())
+            return next(self._dense_mlps())
+        routing, beside = experts.routing, (self._shared_expert(), self._correction())
+        if has_routed_kernels(self.reader.device) and not any(map(self._why_not_stacked, ROUTED)):
+            gate_up, down = map(self._stack, ROUTED)
+            rule = rule_of(experts.per_token, routing)
+            return GroupedMlp(
+                self._router(experts), gate_up, down, rule, config.activation, *beside, float32=routing.float32
+            )
+        mlps = tuple(self._dense_mlps())
+        return ExpertMlp(self._router(experts), mlps, experts.per_token, routing, *beside)
+
+    def _router(self, experts: Experts) -> Linear:
+        reader = self._in_float32 if experts.routing.float32 else self
+        return reader._kept(experts.router, experts.count, biased=experts.router_biased)
+
+    def _why_not_stacked(self, role: str) -> str | None:
+        config, stage = self.reader.config, self._stages[role]
+        if config.clip is not None:
+            return "their activation is clipped"
+        modules, biased = config.family.modules(self.layer, stage), stage.linears[0] in self._biased
+        return why_not_stacked(self.reader, modules, config.inputs(stage), biased=biased)
+
+    def _stack(self, role: str) -> GroupedWeight:
+        config, stage = self.reader.config, self._stages[role]
+        modules = config.family.modules(self.layer, stage)
+        return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage))
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
         """Of every expert; without experts, the only one."""
         gate_up, down = self._stages["gate_up"].by_expert, self._stages["down"].by_expert
-        quick = replace(self, reader=replace(self.reader, tried_rows=_TRIED_ROWS))
+        quick = replace(self, reader=replace(self.reader, tried_rows=TRIED_ROWS))
         for number, stages in enumerate(zip(gate_up, down, strict=True)):
             yield DenseMlp(*map((quick if number else self)._linear, stages))
 

@@ -18,6 +18,7 @@ from quantkit.errors import QuantkitError, StorageError
 from quantkit.formats import Format, Index, QuantizedWeight, Shape
 from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare
+from quantkit.kernels.linear.weight_only.weight import PackedWeight, lay_out
 from quantkit.kernels.reference import linear as reference
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Linear
@@ -134,6 +135,14 @@ class Reader:
         with self.checkpoint.naming(name):
             weight = prepare(fmt, quantized, self.dtype)
             try_layer(name, fmt, quantized, weight, self.dtype, self.device, self.tried_rows)
+        return weight
+
+    def packed(self, name: str, outputs: int, inputs: int) -> PackedWeight:
+        """A whole quantized layer as weight-only kernels take it."""
+        quantized = self.checkpoint.quantized(name, self.device)
+        self._check_shape(name, quantized.shape, (outputs, inputs))
+        weight = lay_out(quantized)
+        try_layer(name, self.checkpoint.formats[name], quantized, weight, self.dtype, self.device, self.tried_rows)
         return weight
 
     def decoded(self, name: str, outputs: int, inputs: int) -> Tensor:

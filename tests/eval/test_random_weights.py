@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.eval.engine import shapes
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.kernels.cases import FORMATS
 from quantkit.kernels.linear.op import linear
 from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp
 from quantkit.runtime.model.layers import Weights
+from quantkit.runtime.parallel.rank_memory import resident_bytes
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -30,7 +33,28 @@ def test_quantized_zeros_mean_zeros() -> None:
         assert not linear(x, weight).any()
 
 
-def _weights(format_name: str | None, zeros: bool) -> Weights:
+@pytest.mark.parametrize("name", [None, "w4", "nf4", "llm-int8"])
+def test_experts(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other on a CPU; as a GPU has them, stacked where a routed kernel takes the format."""
+    for block in _weights(name, False, "tiny-experts").blocks:
+        assert isinstance(block.mlp, ExpertMlp)
+        assert len(block.mlp.experts) == 4
+    monkeypatch.setattr(shapes, "has_routed_kernels", lambda device: True)
+    for block in _weights(name, False, "tiny-experts").blocks:
+        assert isinstance(block.mlp, ExpertMlp if name == "llm-int8" else GroupedMlp)
+        if isinstance(block.mlp, GroupedMlp):
+            assert (block.mlp.gate_up.count, block.mlp.gate_up.outputs, block.mlp.gate_up.inputs) == (8, 128, 256)
+            assert (block.mlp.down.count, block.mlp.down.outputs, block.mlp.down.inputs) == (4, 256, 128)
+            assert block.mlp.share_of_token == 0.5
+
+
+def test_bytes_are_those_of_what_is_made() -> None:
+    random = RandomWeights(read_model_config(SHAPES["tiny-experts"]), None, torch.float32, torch.device("cpu"))
+    norms = 2 * (256 + 64) * 4 + 256 * 4  # which two layers share where they are alike, and the last one
+    assert 0 <= resident_bytes(random.load()) - random.nbytes() <= norms
+
+
+def _weights(format_name: str | None, zeros: bool, shape: str = "tiny") -> Weights:
     fmt = None if format_name is None else FORMATS[format_name]("float32")
-    config = read_model_config(SHAPES["tiny"])
+    config = read_model_config(SHAPES[shape])
     return RandomWeights(config, fmt, torch.float32, torch.device("cpu"), zeros=zeros).load()

@@ -82,7 +82,7 @@ def test_groups_written_out(
     for row in range(TOKENS):
         rank = (scores[row] + (0 if correction is None else correction)).tolist()
         members = [sorted(rank[start : start + each], reverse=True) for start in range(0, experts, each)]
-        worth = [sum(group[: 2 if corrected else 1]) for group in members]
+        worth = [sum(group[: 1 if scoring == "softmax" else 2]) for group in members]
         best = sorted(range(groups), key=lambda group: -worth[group])[:groups_chosen]
         allowed = [number for number in range(experts) if number // each in best]
         wanted = sorted(allowed, key=lambda number: -rank[number])[:per_token]

@@ -123,7 +123,7 @@ def test_an_engine_says_so_once_when_it_starts(
 ) -> None:
     """Its card is one that is not here, so that what is decided about it stands in for the check of a GPU."""
     monkeypatch.setattr(
-        startup, "check_kernels", lambda config, dtype, options, formats=(): plan_card(KNOWN["sm_80"], formats)
+        startup, "check_kernels", lambda config, dtype, options, formats: plan_card(KNOWN["sm_80"], formats.values())
     )
     with caplog.at_level(logging.WARNING, "quantkit.runtime"):
         startup.start_engine(quantized_draft("fp8"), EngineOptions(device="cpu", max_context=64))

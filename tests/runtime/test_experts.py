@@ -20,13 +20,10 @@ from quantkit import checkpoint as checkpoint_module
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, QuantkitError, StorageError
-from quantkit.eval.plan.on_gpu import look_on_gpu
 from quantkit.formats import LlmInt8
-from quantkit.kernels.card import KNOWN
 from quantkit.kernels.linear.op import prepare
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.device.card_plan import plan_card
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.config import read_model_config
@@ -123,13 +120,19 @@ def test_plans_know_what_experts_take(family: str, family_model: FamilyModel) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "channels", "width"),
-    [("mixtral", 2 * 96, 96), ("qwen2_moe", 3 * 32 + 64, 96), ("qwen3_moe", 64, 32), ("glm4_moe", 3 * 32 + 64, 96)],
+    ("family", "channels", "decoded"),
+    [
+        ("mixtral", 2 * 96, 4 * 96),
+        ("qwen2_moe", 3 * 32 + 64, 6 * 32),
+        ("qwen3_moe", 64, 8 * 32),
+        ("glm4_moe", 3 * 32 + 64, 6 * 32),
+    ],
 )
-def test_activations_of_a_token(family: str, channels: int, width: int, family_model: FamilyModel) -> None:
-    """Those of all its experts; a dense layer between may have the widest weight."""
+def test_activations_of_a_token(family: str, channels: int, decoded: int, family_model: FamilyModel) -> None:
+    """Those of all its experts; prompts decode gate and up of all experts of a layer together."""
     config = read_model_config(Checkpoint(family_model(family)).config)
-    assert (config.token_channels, config.largest_width) == (channels, width)
+    assert (config.token_channels, config.decoded_weights) == (channels, 2 * 64 * decoded)
+    assert config.routed_channels == 64 * (3 if family in ("qwen2_moe", "glm4_moe") else 2)
 
 
 def test_files_are_opened_once_for_a_block(family_model: FamilyModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,11 +222,3 @@ def test_layers_of_other_roles(family_model: FamilyModel, monkeypatch: pytest.Mo
         monkeypatch.setattr(type(family), "stages", lambda *_, stages=stages: stages)
         with pytest.raises(InputError, match=r"'qwen2_moe' cannot be run: layer 0 consists of qkv, output, gate_up"):
             read_model_config(config)
-
-
-def test_a_gpu_refuses_in_one_line(family_model: FamilyModel) -> None:
-    message = r"^the model has experts, which quantkit has no GPU kernels for yet; use --device cpu, or another engine$"
-    with pytest.raises(InputError, match=message):
-        plan_card(KNOWN["sm_90"], (), has_experts=True)
-    with pytest.raises(InputError, match=message):
-        look_on_gpu(family_model("mixtral"), "h100")

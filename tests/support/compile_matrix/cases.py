@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from compile_matrix.attention_cases import attention_cases
 from compile_matrix.case import Case
 from compile_matrix.grid_cases import grid_cases
+from compile_matrix.grouped_cases import grouped_cases
 from compile_matrix.linear_cases import linear_cases
 from compile_matrix.long_row_cases import long_row_cases
 from compile_matrix.small_cases import small_cases
@@ -23,4 +24,5 @@ def all_cases(card: Card) -> Iterator[Case]:
     yield from small_cases(card)
     yield from long_row_cases(card)
     yield from linear_cases(card)
+    yield from grouped_cases(card)
     yield from grid_cases(card)

@@ -1,0 +1,124 @@
+"""How a layer of experts is cut for a number of tokens: the one place to change after a measurement.
+
+What decides is the load: pairs of an expert, if all were chosen equally often. Nobody measured the numbers below yet;
+`python -m quantkit.eval.kernels.experts` times every candidate of a shape on the GPU that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from quantkit.kernels.card import NO_GPU, Card
+from quantkit.kernels.linear.grouped.routes import most_tiles
+from quantkit.kernels.linear.grouped.tile import TileConfig
+from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedWeight
+from quantkit.kernels.linear.weight import TICKETS, padded
+
+_ENOUGH = 3  # programs for each multiprocessor, from which inputs are not split
+_SPLITS = (1, 2, 4, 8)
+_FEWEST_STEPS = 2  # of a split
+_LEAST_OF_3_BITS = 5  # load: tiles of 16 pairs, as dense layers have it (`weight_only/choices.py`)
+_LARGEST_IN_REGISTERS = 22  # load: larger tiles of codes spill where a warp holds its operands itself
+_PAIRS_ROOM = 160 << 10  # bytes of shared memory of a multiprocessor, for tables of pairs
+
+
+@dataclass(frozen=True)
+class Way:
+    """Pairs of a tile, how both products are cut, and whether packed weights are decoded to memory first."""
+
+    tile: int
+    gate_up: TileConfig
+    down: TileConfig
+    decoded: bool = False
+
+
+# Largest load -> way. For codes that are decoded in registers:
+_PACKED = {
+    4: Way(8, TileConfig(32, 2, 3), TileConfig(32, 2, 3)),
+    10: Way(16, TileConfig(64, 4, 3), TileConfig(64, 4, 3)),
+    22: Way(32, TileConfig(64, 4, 3), TileConfig(64, 4, 3)),
+    64: Way(64, TileConfig(64, 8, 3), TileConfig(64, 4, 3)),
+}
+# For weights of 16 bits, and for packed ones above the largest load there.
+_HALF = {
+    4: Way(16, TileConfig(32, 4, 4), TileConfig(64, 4, 4)),
+    10: Way(16, TileConfig(32, 4, 4), TileConfig(64, 4, 4)),
+    22: Way(32, TileConfig(64, 4, 3), TileConfig(64, 4, 4)),
+    64: Way(64, TileConfig(64, 8, 3, depth=64), TileConfig(128, 8, 3, depth=64)),
+}
+_PROMPTS = Way(128, TileConfig(64, 8, 3, depth=64, streamed=False), TileConfig(128, 8, 3, depth=64, streamed=False))
+# Where a warp holds its operands itself, and for little shared memory.
+_SMALL_PROMPTS = Way(64, TileConfig(64, 8, 2, depth=64, streamed=False), TileConfig(64, 4, 3, depth=64, streamed=False))
+
+# What is worth a measurement: pairs of a tile -> (outputs, warps, stages) of both products
+_PACKED_TRIED = {
+    8: ((32, 2, 3), (32, 2, 4), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 3), (128, 8, 3)),
+    16: ((32, 2, 3), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3)),
+    32: ((64, 4, 3), (64, 8, 3), (128, 8, 3)),
+    64: ((64, 4, 3), (64, 8, 3), (128, 8, 3)),
+    128: ((64, 8, 3), (128, 8, 3)),
+}
+# pairs of a tile -> (outputs, warps, stages, depth)
+_HALF_TRIED = {
+    16: ((32, 4, 4, 128), (32, 2, 4, 128), (64, 4, 4, 128), (64, 4, 3, 256), (128, 4, 3, 128)),
+    32: ((64, 4, 3, 128), (64, 4, 4, 64), (128, 8, 3, 64)),
+    64: ((64, 4, 3, 64), (64, 8, 3, 64), (128, 8, 3, 64)),
+    128: ((64, 4, 3, 64), (64, 8, 3, 64), (64, 8, 4, 64), (128, 8, 3, 64), (128, 8, 4, 64)),
+    256: ((64, 8, 3, 64), (128, 8, 3, 64)),
+}
+
+
+def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card) -> Way:
+    load = pairs / down.count
+    if gate_up.kind.startswith("int3"):
+        load = max(load, _LEAST_OF_3_BITS)
+    packed = not isinstance(gate_up, GroupedHalf)
+    table = _PACKED if packed else _HALF
+    most = next((most for most in table if load <= most), None)
+    if most is None:
+        large = card is NO_GPU or card.multiplies_from_shared
+        return replace(_PROMPTS if large else _SMALL_PROMPTS, decoded=packed)
+    if packed and card is not NO_GPU and not card.multiplies_from_shared:
+        most = min(most, _LARGEST_IN_REGISTERS)
+    way = table[most]
+    return replace(
+        way,
+        gate_up=_fitted(way.gate_up, gate_up, pairs, way.tile, down.count, card),
+        down=_fitted(way.down, down, pairs, way.tile, down.count, card),
+    )
+
+
+def _fitted(config: TileConfig, weight: GroupedWeight, pairs: int, tile: int, experts: int, card: Card) -> TileConfig:
+    """With tables of pairs where they help, and shared out to more programs where the tiles that are likely there are
+    fewer than the multiprocessors want."""
+    if has_table(weight) and card.shared_of_processor >= _PAIRS_ROOM:
+        config = replace(config, copies=32)
+    down = padded(weight.outputs, config.outputs) // config.outputs
+    programs = min(pairs, experts) * down
+    if most_tiles(pairs, experts, tile) * down > TICKETS:
+        return config
+    steps = -(-weight.inputs // config.depth)
+    able = [splits for splits in _SPLITS if splits == 1 or steps >= _FEWEST_STEPS * splits]
+    enough = (splits for splits in able if programs * splits >= _ENOUGH * card.processors)
+    return replace(config, splits=next(enough, able[-1]))
+
+
+def candidates(weight: GroupedWeight, pairs: int, experts: int) -> Iterator[tuple[int, TileConfig]]:
+    """(pairs of a tile, config) of one product; what a GPU has no room for is passed by when it is measured."""
+    half = isinstance(weight, GroupedHalf)
+    for tile, configs in (_HALF_TRIED if half else _PACKED_TRIED).items():
+        if tile > max(16, 4 * pairs / experts):
+            continue
+        for outputs, warps, stages, *depth in configs:
+            config = TileConfig(outputs, warps, stages, depth=depth[0] if depth else 128, streamed=pairs < 64 * experts)
+            tiles = most_tiles(pairs, experts, tile) * padded(weight.outputs, outputs) // outputs
+            steps = -(-weight.inputs // config.depth)
+            for splits in _SPLITS:
+                if splits == 1 or (tiles <= TICKETS and steps >= _FEWEST_STEPS * splits):
+                    for copies in (0, 32) if has_table(weight) else (0,):
+                        yield tile, replace(config, splits=splits, copies=copies)
+
+
+def has_table(weight: GroupedWeight) -> bool:
+    return weight.kind.startswith(("nf4", "fp4"))

@@ -1,0 +1,60 @@
+"""A layer of experts from its router's logits to the sum over each token's experts: four launches for few tokens.
+
+routes = route(...)                       who goes where
+active = gate_up.matmul(x, routes, ...)   activation(gate) * up of every pair
+y = down.matmul(active, routes, ...)      of every pair
+combine(y, routes.weights, ...)           of every token, with the shared expert where there is one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from quantkit.kernels.card import card_of
+from quantkit.kernels.linear.dense.weight import HalfWeight
+from quantkit.kernels.linear.grouped.choices import Way, choose
+from quantkit.kernels.linear.grouped.combine import combine
+from quantkit.kernels.linear.grouped.router import MOST_TOKENS, route_tokens
+from quantkit.kernels.linear.grouped.routes import Routes, Rule
+from quantkit.kernels.linear.grouped.routing import route
+from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.linear.op import linear
+
+Router = HalfWeight | Callable[[Tensor], Tensor]
+
+
+def routes_of(x: Tensor, router: Router, rule: Rule, tile: int, correction: Tensor | None = None) -> Routes:
+    if not isinstance(router, HalfWeight):
+        return route(router(x), rule, tile, correction)
+    if x.shape[0] <= MOST_TOKENS:
+        return route_tokens(x, router, rule, tile, correction)
+    return route(linear(x, router), rule, tile, correction)
+
+
+def sum_of_experts(
+    x: Tensor,
+    router: Router,
+    gate_up: GroupedWeight,
+    down: GroupedWeight,
+    rule: Rule,
+    activation: str,
+    *,
+    correction: Tensor | None = None,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+    way: Way | None = None,
+) -> Tensor:
+    """[tokens, hidden] in x's dtype; `shared` [tokens, hidden] and `gate` [tokens, 1] are the shared expert's.
+
+    `router` is its weight, or what computes logits [tokens, experts] from x.
+    """
+    if way is None:
+        way = choose(gate_up, down, x.shape[0] * rule.per_token, card_of(x.device))
+    routes = routes_of(x, router, rule, way.tile, correction)
+    first = gate_up.in_half(x.dtype) if way.decoded else gate_up
+    active = first.matmul(x, routes, way.gate_up, activation)
+    del first  # its memory serves down
+    second = down.in_half(x.dtype) if way.decoded else down
+    return combine(second.matmul(active, routes, way.down), routes.weights, shared, gate)

@@ -1,0 +1,135 @@
+"""Routed matmul of weights in 16 bits: those of a model that is not quantized, or planes that were decoded for prompts.
+
+Layout   x as `tile.py` says, in the dtype of the weight; weight as in `weight.py`; routes as in `routes.py`
+Meaning  x @ plane.T of each expert, accumulated in float32; with an activation `reference.elementwise.gated_activation`
+Limits   any number of pairs
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.checks import check_dtype
+from quantkit.kernels.linear.grouped.routes import Routes
+from quantkit.kernels.linear.grouped.tile import NAME, TileConfig, dot, finish_tile, prepare_launch, rows_of_tile
+from quantkit.kernels.linear.grouped.weight import GroupedHalf
+from quantkit.kernels.linear.weight import padded
+from quantkit.kernels.linear.weight_only.assembly import TRITON
+
+CHANGING = ("most", "steps", "per_split", "splits")  # from call to call: not worth a compilation each
+
+
+@triton.jit
+def _load_weight(rows, column, inputs, WHOLE_STEPS: tl.constexpr, STREAMED: tl.constexpr):
+    place = rows + column[None, :]
+    if WHOLE_STEPS and STREAMED:
+        return tl.load(place, eviction_policy="evict_first")
+    elif WHOLE_STEPS:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=(column < inputs)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _grouped_half(
+    x,
+    weights,
+    order,
+    tiles,
+    y,
+    partial,
+    tickets,
+    outputs,
+    inputs,
+    most,
+    steps,
+    per_split,
+    splits,
+    x_stride,
+    y_stride,
+    WHOLE_STEPS: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
+    STREAMED: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    split = tl.program_id(2)
+    step = tl.arange(0, DEPTH)
+    wait_for_last(CHAINED)
+    expert = tl.load(tiles + tl.program_id(0))
+    if expert < 0:
+        return
+    source, target, here = rows_of_tile(order, tiles, most, PER_TOKEN, GATED, TOKENS)
+    plane = expert * 2 if GATED else expert
+    own = row if WHOLE_TILES else tl.minimum(row, outputs - 1)  # the last row again instead of the next plane's
+    rows = weights + plane.to(tl.int64) * outputs * inputs + own[:, None] * inputs
+    up_rows = weights + (plane + 1).to(tl.int64) * outputs * inputs + own[:, None] * inputs
+    x_rows = x + (source * x_stride)[None, :]
+    acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    up = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    first = split * per_split
+    for position in range(first, tl.minimum(first + per_split, steps)):
+        column = position * DEPTH + step
+        weight = _load_weight(rows, column, inputs, WHOLE_STEPS, STREAMED)
+        mask = here[None, :]
+        if not WHOLE_STEPS:
+            mask = mask & (column < inputs)[:, None]
+        value = tl.load(x_rows + column[:, None], mask=mask, other=0.0)  # [DEPTH, TOKENS]
+        acc = dot(weight, value, acc, INTERPRET)
+        if GATED:
+            weight = _load_weight(up_rows, column, inputs, WHOLE_STEPS, STREAMED)
+            up = dot(weight, value, up, INTERPRET)
+    finish_tile(acc, up, partial, tickets, y, row, target, here, outputs, split, splits, y_stride, GATED, GELU, DTYPE,
+                INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
+
+
+def matmul(x: Tensor, weight: GroupedHalf, routes: Routes, config: TileConfig, activation: str | None = None) -> Tensor:
+    """As `GroupedWeight.matmul`, in x's dtype, which must be the weight's."""
+    check_dtype(NAME, "x", x, (weight.values.dtype,))
+    steps, rows = triton.cdiv(weight.inputs, config.depth), padded(weight.outputs, config.outputs)
+    launch = prepare_launch(x, weight, routes, config, activation, rows, steps)
+    if routes.pairs == 0:
+        return launch.y
+    _grouped_half[launch.grid](
+        x,
+        weight.values,
+        routes.order,
+        routes.tiles,
+        launch.y,
+        launch.partial,
+        weight.tickets,
+        weight.outputs,
+        weight.inputs,
+        routes.most,
+        steps,
+        launch.per_split,
+        launch.grid[2],
+        x.stride(0),
+        launch.y.stride(0),
+        WHOLE_STEPS=weight.inputs % config.depth == 0,
+        WHOLE_TILES=rows == weight.outputs,
+        STREAMED=config.streamed,
+        GATED=activation is not None,
+        GELU=activation == "gelu_pytorch_tanh",
+        PER_TOKEN=routes.per_token,
+        DTYPE=TRITON[x.dtype],
+        INTERPRET=triton.knobs.runtime.interpret,
+        OUTPUTS=config.outputs,
+        TOKENS=routes.tile,
+        DEPTH=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **chained(x.device),
+    )
+    return launch.y

@@ -1,0 +1,274 @@
+"""Routed weight-only matmul: every tile of pairs is multiplied with its own expert's codes, decoded in registers.
+
+Layout   x as `tile.py` says, bfloat16 or float16; weight as in `weight.py`; routes as in `routes.py`
+Meaning  `reference.linear.linear` of each expert; with an activation `reference.elementwise.gated_activation` after it
+Limits   any number of pairs, but made for few of an expert: every tile reads the weight once more
+
+The loop is that of `weight_only/skinny.py`. Under act-order each plane gathers its inputs in an order of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.card import card_of
+from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.linear.grouped.routes import Routes
+from quantkit.kernels.linear.grouped.tile import TileConfig, dot, finish_tile, prepare_launch, rows_of_tile
+from quantkit.kernels.linear.grouped.weight import GroupedPacked
+from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly, pair_table
+from quantkit.kernels.linear.weight_only.static_shared import allow_tables
+from quantkit.kernels.linear.weight_only.unpack import (
+    decode_slabs,
+    load_offset,
+    load_scales,
+    load_zeros,
+    operand,
+    place_pairs,
+)
+
+CHANGING = ("most", "chunks", "per_split", "splits")  # from call to call: not worth a compilation each
+
+
+@triton.jit
+def decode_plane(
+    words,
+    high,
+    zeros,
+    table,
+    plane,
+    chunk,
+    row,
+    rows,
+    words_of_plane,
+    zeros_of_plane,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """The slabs of one chunk of a plane, as `decode_slabs` gives them."""
+    begin = plane.to(tl.int64) * words_of_plane
+    place = (chunk * rows + row[:, None]) * 16 + tl.arange(0, 16)[None, :]
+    packed = tl.load(words + begin + place, eviction_policy="evict_first")
+    above = packed
+    if KIND == "int3" or KIND == "int8":
+        above = tl.load(high + begin + place, eviction_policy="evict_first")
+    if HAS_ZEROS:
+        zeros += plane.to(tl.int64) * zeros_of_plane
+    origins = load_zeros(zeros, chunk, row, rows, GROUP, ONE_GROUP, HAS_ZEROS)
+    return decode_slabs(packed, above, origins, table, KIND, MIDDLE, DTYPE, ASM, CONSTRAINTS, INTERPRET)
+
+
+@triton.jit
+def scales_of_plane(
+    stored,
+    nested_table,
+    nested_scales,
+    nested_offsets,
+    plane,
+    chunk,
+    row,
+    first_row,
+    rows,
+    groups,
+    stored_of_plane,
+    second_of_plane,
+    GROUP: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    NESTED_EVERY: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """The scales of one chunk of a plane, as `load_scales` gives them."""
+    offset = 0.0
+    if NESTED_EVERY > 0:
+        offset = load_offset(nested_offsets + plane * (rows // 128), first_row, OUTPUTS, NESTED_EVERY)
+        nested_scales += plane.to(tl.int64) * second_of_plane
+    return load_scales(stored + plane.to(tl.int64) * stored_of_plane, nested_table, nested_scales, offset, chunk, row,
+                       rows, groups, GROUP, ONE_GROUP, NESTED_EVERY)  # fmt: skip
+
+
+@triton.jit
+def _load_x(x, rows_of_x, orders, plane, at, here, inputs, HAS_ORDER: tl.constexpr, WHOLE_CHUNKS: tl.constexpr):
+    """x [DEPTH, TOKENS] at these inputs of a plane."""
+    mask = here[None, :]
+    if not WHOLE_CHUNKS:
+        mask = mask & (at < inputs)[:, None]
+    if HAS_ORDER:
+        at = tl.load(orders + plane.to(tl.int64) * inputs + at, mask=at < inputs, other=0)
+    return tl.load(x + rows_of_x[None, :] + at[:, None], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _grouped_packed(
+    x,
+    words,
+    high,
+    scales,
+    zeros,
+    nested,
+    nested_table,
+    nested_scales,
+    nested_offsets,
+    table,
+    orders,
+    order,
+    tiles,
+    y,
+    partial,
+    tickets,
+    outputs,
+    inputs,
+    rows,
+    most,
+    chunks,
+    per_split,
+    splits,
+    x_stride,
+    y_stride,
+    words_of_plane,
+    stored_of_plane,
+    zeros_of_plane,
+    second_of_plane,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    NESTED_EVERY: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    WHOLE_CHUNKS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHAINED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    first_row = tl.program_id(1) * OUTPUTS
+    row = first_row + tl.arange(0, OUTPUTS)
+    split = tl.program_id(2)
+    place_pairs(PAIRS)
+    wait_for_last(CHAINED)
+    expert = tl.load(tiles + tl.program_id(0))
+    if expert < 0:
+        return
+    source, target, here = rows_of_tile(order, tiles, most, PER_TOKEN, GATED, TOKENS)
+    source *= x_stride
+    plane = expert * 2 if GATED else expert
+    WIDTH: tl.constexpr = GROUP if GROUP < 128 else 128  # inputs of one chunk that share a scale
+    column = tl.arange(0, WIDTH)
+    groups = 1 if ONE_GROUP else (inputs + GROUP - 1) // GROUP
+    stored = nested if NESTED_EVERY > 0 else scales
+    acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    up = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    first = split * per_split
+    for chunk in range(first, tl.minimum(first + per_split, chunks)):
+        slabs = decode_plane(words, high, zeros, table, plane, chunk, row, rows, words_of_plane, zeros_of_plane, KIND,
+                             GROUP, ONE_GROUP, MIDDLE, HAS_ZEROS, ASM, CONSTRAINTS, DTYPE, INTERPRET)  # fmt: skip
+        if not ONE_GROUP:
+            factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane, chunk, row, first_row,
+                                      rows, groups, stored_of_plane, second_of_plane, GROUP, ONE_GROUP, NESTED_EVERY,
+                                      OUTPUTS)  # fmt: skip
+        if GATED:
+            up_slabs = decode_plane(words, high, zeros, table, plane + 1, chunk, row, rows, words_of_plane,
+                                    zeros_of_plane, KIND, GROUP, ONE_GROUP, MIDDLE, HAS_ZEROS, ASM, CONSTRAINTS, DTYPE,
+                                    INTERPRET)  # fmt: skip
+            if not ONE_GROUP:
+                up_factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane + 1, chunk, row,
+                                             first_row, rows, groups, stored_of_plane, second_of_plane, GROUP,
+                                             ONE_GROUP, NESTED_EVERY, OUTPUTS)  # fmt: skip
+        for part in tl.static_range(128 // WIDTH):
+            at = chunk * 128 + part * WIDTH + column
+            values = _load_x(x, source, orders, plane, at, here, inputs, HAS_ORDER, WHOLE_CHUNKS)
+            weight = operand(slabs, part, WIDTH, OUTPUTS)
+            if ONE_GROUP:
+                acc = dot(weight, values, acc, INTERPRET)
+            else:
+                acc += dot(weight, values, None, INTERPRET) * factors[part][:, None]
+            if GATED:
+                if HAS_ORDER:
+                    values = _load_x(x, source, orders, plane + 1, at, here, inputs, HAS_ORDER, WHOLE_CHUNKS)
+                weight = operand(up_slabs, part, WIDTH, OUTPUTS)
+                if ONE_GROUP:
+                    up = dot(weight, values, up, INTERPRET)
+                else:
+                    up += dot(weight, values, None, INTERPRET) * up_factors[part][:, None]
+    if ONE_GROUP:
+        factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane, 0, row, first_row, rows,
+                                  1, stored_of_plane, second_of_plane, GROUP, True, NESTED_EVERY, OUTPUTS)  # fmt: skip
+        acc *= factors[0][:, None]
+        if GATED:
+            factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane + 1, 0, row, first_row,
+                                      rows, 1, stored_of_plane, second_of_plane, GROUP, True, NESTED_EVERY,
+                                      OUTPUTS)  # fmt: skip
+            up *= factors[0][:, None]
+    finish_tile(acc, up, partial, tickets, y, row, target, here, outputs, split, splits, y_stride, GATED, GELU, DTYPE,
+                INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
+
+
+allow_tables("_grouped_packed")
+
+
+def matmul(
+    x: Tensor, weight: GroupedPacked, routes: Routes, config: TileConfig, activation: str | None = None
+) -> Tensor:
+    """As `GroupedWeight.matmul`, in x's dtype."""
+    first = weight.first
+    launch = prepare_launch(x, weight, routes, config, activation, first.rows, first.chunks)
+    if routes.pairs == 0:
+        return launch.y
+    copies = 0 if first.table is None or triton.knobs.runtime.interpret else config.copies
+    fused = not card_of(x.device).adds_bfloat16
+    text, constraints = assembly(first.code_type, PTX[x.dtype], first.table_values, first.zero_points, copies, fused)
+    pairs = pair_table(PTX[x.dtype], first.table_values, copies, 32 * config.warps) if copies else ""
+    _grouped_packed[launch.grid](
+        x,
+        *first.arguments(),
+        first.order,
+        routes.order,
+        routes.tiles,
+        launch.y,
+        launch.partial,
+        first.tickets,
+        weight.outputs,
+        weight.inputs,
+        first.rows,
+        routes.most,
+        first.chunks,
+        launch.per_split,
+        launch.grid[2],
+        x.stride(0),
+        launch.y.stride(0),
+        *weight.strides(),
+        **first.constants(),
+        MIDDLE=first.middle,
+        HAS_ORDER=first.order is not None,
+        WHOLE_CHUNKS=weight.inputs % 128 == 0,
+        GATED=activation is not None,
+        GELU=activation == "gelu_pytorch_tanh",
+        PER_TOKEN=routes.per_token,
+        ASM=text,
+        CONSTRAINTS=constraints,
+        DTYPE=TRITON[x.dtype],
+        INTERPRET=triton.knobs.runtime.interpret,
+        OUTPUTS=config.outputs,
+        TOKENS=routes.tile,
+        PAIRS=pairs,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **chained(x.device),
+    )
+    return launch.y

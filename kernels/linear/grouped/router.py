@@ -1,0 +1,141 @@
+"""A router's matmul and the routing that follows, as one launch for very few tokens.
+
+Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; router [experts, inputs] of that dtype with tickets
+         (`dense/weight.py`); correction as in `routing.py`
+Meaning  `routing.route` of the logits x @ router.T, which are rounded to the dtype of x
+Limits   up to 16 tokens and as many experts as `routing.py` takes
+
+Programs share out experts and inputs; each has a single tile of the router's weight, and reads it before it waits for
+the launch before. The one that arrives last adds the parts in order and chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.dense.weight import HalfWeight
+from quantkit.kernels.linear.grouped.pick import list_all_pairs, pick
+from quantkit.kernels.linear.grouped.routes import Routes, Rule
+from quantkit.kernels.linear.grouped.routing import check_rule, constants, empty_routes
+from quantkit.kernels.linear.grouped.tile import dot
+from quantkit.kernels.linear.splits import arrives_last
+from quantkit.kernels.linear.weight_only.assembly import TRITON
+from quantkit.kernels.linear.weight_only.unpack import to_half
+
+NAME = "router"
+MOST_TOKENS = 16
+_BLOCK = 16  # experts of a program
+_SHARES = 8  # of the inputs
+
+
+@triton.jit(do_not_specialize=("tokens", "most"))
+def _router(
+    x,
+    router,
+    correction,
+    weights,
+    chosen,
+    order,
+    tiles,
+    partial,
+    ticket,
+    tokens,
+    experts,
+    inputs,
+    x_stride,
+    most,
+    HAS_CORRECTION: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr,
+    SCALE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SHARES: tl.constexpr,
+    TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = TOKENS if TOKENS > 8 else 8  # of a product
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    inside = column < inputs
+    share = tl.load(router + own[:, None] * inputs + column[None, :],
+                    mask=(own < experts)[:, None] & inside[None, :], other=0.0)  # fmt: skip
+    wait_for_last(CHAINED)
+    row = tl.arange(0, COLUMNS)
+    value = tl.load(x + row[None, :] * x_stride + column[:, None], mask=(row < tokens)[None, :] & inside[:, None],
+                    other=0.0)  # fmt: skip
+    part = dot(share, value, tl.zeros((BLOCK, COLUMNS), tl.float32), INTERPRET)
+    place = (tl.program_id(1) * TOKENS + row[None, :]) * EXPERTS + own[:, None]
+    tl.store(partial + place, part, mask=(row < TOKENS)[None, :] & (own < EXPERTS)[:, None])
+    if arrives_last(ticket, tl.num_programs(0) * tl.num_programs(1)):
+        token, expert = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
+        logits = tl.zeros((TOKENS, EXPERTS), tl.float32)
+        for number in tl.static_range(SHARES):
+            at = (number * TOKENS + token[:, None]) * EXPERTS + expert[None, :]
+            logits += tl.load(partial + at, cache_modifier=".cg")
+        table, slot = pick(to_half(logits, DTYPE, INTERPRET).to(tl.float32), correction, weights, chosen, token, expert,
+                           tokens, experts, HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN,
+                           SCALE, DTYPE, INTERPRET)  # fmt: skip
+        list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN, TILE)
+
+
+def route_tokens(x: Tensor, router: HalfWeight, rule: Rule, tile: int, correction: Tensor | None = None) -> Routes:
+    """What every token's experts are, in tiles of up to `tile` pairs."""
+    check_shape(NAME, "x", x, (None, router.inputs))
+    check_dtype(NAME, "x", x, HALVES)
+    check_dtype(NAME, "router", router.values, (x.dtype,))
+    check_rows(NAME, "x", x)
+    check_same_device(NAME, x=x, router=router.device)
+    check_rule(rule, router.outputs, x.device, correction)
+    tokens, experts = x.shape[0], router.outputs
+    if tokens > MOST_TOKENS:
+        raise InputError(f"{NAME}: {tokens} tokens, but at most {MOST_TOKENS} are routed in one launch")
+    routes = empty_routes(tokens, experts, rule.per_token, tile, x.dtype, x.device)
+    if tokens == 0:
+        return routes
+    rows, columns = triton.next_power_of_2(tokens), triton.next_power_of_2(experts)
+    depth = max(128, triton.next_power_of_2(triton.cdiv(router.inputs, _SHARES)))
+    shares = triton.cdiv(router.inputs, depth)
+    partial = torch.empty(shares * rows * columns, dtype=torch.float32, device=x.device)
+    _router[(triton.cdiv(columns, _BLOCK), shares)](
+        x,
+        router.values,
+        correction,
+        routes.weights,
+        routes.chosen,
+        routes.order,
+        routes.tiles,
+        partial,
+        router.tickets,
+        tokens,
+        experts,
+        router.inputs,
+        x.stride(0),
+        routes.most,
+        HAS_CORRECTION=correction is not None,
+        **constants(rule),
+        DTYPE=TRITON[x.dtype],
+        INTERPRET=triton.knobs.runtime.interpret,
+        TOKENS=rows,
+        EXPERTS=columns,
+        BLOCK=_BLOCK,
+        DEPTH=depth,
+        SHARES=shares,
+        TILE=tile,
+        num_warps=2 if rows <= 2 else 4,
+        **chained(x.device),
+    )
+    return routes

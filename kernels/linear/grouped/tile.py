@@ -1,0 +1,151 @@
+"""What routed matmuls share: which rows a tile reads and writes, how its programs meet, and the activation at its end.
+
+A program computes a tile of outputs for a tile of pairs, as out^T = W x^T. Under GATED it has two accumulators, of gate
+and of up, for the same channels; rows of x are those of tokens, and results lie in the order of `Routes.order`. Without
+it rows of x lie in that order, and results are written where the pair's number says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.kernels.activation import ACTIVATIONS, activated
+from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
+from quantkit.kernels.linear.grouped.routes import Routes
+from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.linear.splits import MOST_TILES, arrives_last, leave_part, sum_of_parts
+from quantkit.kernels.linear.weight import TICKETS
+from quantkit.kernels.linear.weight_only.unpack import to_half
+
+NAME = "routed matmul"
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one product is cut; the pairs of a tile are the routes'.
+
+    outputs   of a tile; under an activation so many channels of gate and as many of up
+    splits    programs that share the inputs of a tile
+    depth     inputs of a step, for weights of 16 bits; packed ones have 128
+    copies    of the table of pairs (nf4, fp4), as in `weight_only/skinny.py`
+    streamed  weights are read once, and need not stay in a cache
+    """
+
+    outputs: int = 64
+    warps: int = 4
+    stages: int = 3
+    splits: int = 1
+    depth: int = 128
+    copies: int = 0
+    streamed: bool = True
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The grid (tiles of pairs, tiles of outputs, splits), the steps of a split, room for parts, and the result."""
+
+    grid: tuple[int, int, int]
+    per_split: int
+    partial: Tensor
+    y: Tensor
+
+
+def prepare_launch(
+    x: Tensor, weight: GroupedWeight, routes: Routes, config: TileConfig, activation: str | None, rows: int, steps: int
+) -> Launch:
+    """Checks the arguments; `rows` are the padded outputs of a plane, `steps` its inputs in steps."""
+    gated = activation is not None
+    if gated and activation not in ACTIVATIONS:
+        raise InputError(f"{NAME}: activation '{activation}', but must be one of {', '.join(ACTIVATIONS)}")
+    wanted = routes.chosen.shape[0] if gated else routes.pairs
+    check_shape(NAME, "x", x, (wanted, weight.inputs))
+    check_dtype(NAME, "x", x, HALVES)
+    check_rows(NAME, "x", x)
+    check_same_device(NAME, x=x, weight=weight.device, order=routes.order)
+    if rows % config.outputs:
+        raise InputError(f"{NAME}: tiles of {config.outputs} outputs do not divide {rows} padded outputs")
+    if wanted * x.stride(0) >= 1 << 31:
+        raise InputError(f"{NAME}: {wanted} rows of {x.stride(0)} are too many for 32-bit places; use smaller steps")
+    down = triton.cdiv(weight.outputs, config.outputs)
+    per_split = triton.cdiv(steps, config.splits)
+    splits = triton.cdiv(steps, per_split)
+    if down > MOST_TILES or (splits > 1 and routes.most * down > TICKETS):
+        raise InputError(f"{NAME}: {routes.most} x {down} tiles are too many to share their inputs {splits} ways")
+    room = routes.most * down * splits * config.outputs * routes.tile * (1 + gated) if splits > 1 else 0
+    partial = torch.empty(room, dtype=torch.float32, device=x.device)
+    y = torch.empty(routes.pairs, weight.outputs, dtype=x.dtype, device=x.device)
+    return Launch((routes.most, down, splits), per_split, partial, y)
+
+
+@triton.jit
+def dot(weight, x, acc, INTERPRET: tl.constexpr):
+    if INTERPRET:  # where products of bfloat16 are wrong
+        return tl.dot(weight.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(weight, x, acc)
+
+
+@triton.jit
+def rows_of_tile(order, tiles, most, PER_TOKEN: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr):
+    """(rows of x, rows of the result, which of them there are), [TOKENS] each."""
+    tile = tl.program_id(0)
+    place = tl.load(tiles + most + tile) + tl.arange(0, TOKENS)
+    here = place < tl.load(tiles + 2 * most + tile)
+    pair = tl.load(order + place, mask=here, other=0)
+    if GATED:
+        return pair // PER_TOKEN, place, here
+    else:
+        return tl.where(here, place, 0), pair, here
+
+
+@triton.jit
+def finish_tile(
+    acc,
+    up,
+    partial,
+    tickets,
+    y,
+    row,
+    target,
+    here,
+    outputs,
+    split,
+    splits,
+    y_stride,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Adds what the splits have, in their order; the last one rounds, activates and writes."""
+    last = True
+    if splits > 1:
+        SIZE: tl.constexpr = OUTPUTS * TOKENS
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        parts = partial + tile.to(tl.int64) * splits * (2 * SIZE if GATED else SIZE)
+        leave_part(acc, parts, split, OUTPUTS, TOKENS)
+        if GATED:
+            leave_part(up, parts + splits * SIZE, split, OUTPUTS, TOKENS)
+        last = arrives_last(tickets + tile, splits)
+        if last:
+            acc = sum_of_parts(parts, splits, OUTPUTS, TOKENS)
+            if GATED:
+                up = sum_of_parts(parts + splits * SIZE, splits, OUTPUTS, TOKENS)
+    if last:
+        if GATED:
+            gate = to_half(acc, DTYPE, INTERPRET).to(tl.float32)
+            active = to_half(activated(gate, GELU), DTYPE, INTERPRET).to(tl.float32)
+            acc = active * to_half(up, DTYPE, INTERPRET).to(tl.float32)
+        tl.store(
+            y + target[None, :].to(tl.int64) * y_stride + row[:, None],
+            to_half(acc, DTYPE, INTERPRET),
+            mask=here[None, :] & (row < outputs)[:, None],
+        )

@@ -1,0 +1,156 @@
+"""Experts as routed kernels run them, against the same experts one after the other; on a GPU whole models too."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import quantkit
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.eval.plan.on_gpu import look_on_gpu
+from quantkit.formats import CtFloat8, CtPacked, LlmInt8, Nf4
+from quantkit.kernels.card import KNOWN
+from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedPacked
+from quantkit.kernels.reference.elementwise import gated_activation
+from quantkit.kernels.reference.experts import sum_of_every_expert, sum_of_experts
+from quantkit.recipe import load_recipe
+from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device.card_plan import plan_card
+from quantkit.runtime.model import loading
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp
+from quantkit.runtime.model.layers import DenseMlp, Weights
+from quantkit.runtime.parallel.rank_memory import resident_bytes
+from quantkit.runtime.scoring import score_tokens
+from quantkit.runtime.startup import start_engine
+from tiny_models import SETTINGS, WITH_EXPERTS, save_model
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 110, (40,), generator=torch.Generator().manual_seed(1))
+FamilyModel = Callable[[str], Path]
+
+
+def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Weights:
+    checkpoint = Checkpoint(folder)
+    return loading.load_weights(checkpoint, read_model_config(checkpoint.config), dtype, CPU)
+
+
+def load_grouped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+    """Stacked, though this is no GPU: Triton's interpreter runs the kernels."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "has_routed_kernels", lambda device: True)
+        return load(folder)
+
+
+def run_dense(mlp: DenseMlp, x: Tensor) -> Tensor:
+    return mlp.down(gated_activation(mlp.gate_up(x), "silu"))
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """`quantized(family, recipe)`: a tiny model with three experts in one layer, as wide as blocks of NF4 are long."""
+    top = tmp_path_factory.mktemp("experts")
+
+    def make(family: str, recipe: str) -> Path:
+        source, folder = top / family, top / f"{family}-{recipe}"
+        if not source.exists():
+            few = {"moe_intermediate_size": 64, "num_experts": 3, "mlp_only_layers": [0]}
+            save_model(family, source, "bfloat16", **SETTINGS[family] | few)
+        if not folder.exists():
+            quantkit.quantize(source, load_recipe(recipe), folder, quality_windows=0)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("mixtral", None), ("glm4_moe", None), ("qwen2_moe", "rtn-w4g32"), ("qwen3_moe", "nf4")],
+    ids=str,
+)
+def test_layers_mean_the_same(
+    family: str,
+    recipe: str | None,
+    family_model: FamilyModel,
+    quantized: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = family_model(family) if recipe is None else quantized(family, recipe)
+    plain, grouped = load(folder), load_grouped(folder, monkeypatch)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    compared = 0
+    for one, other in zip(plain.blocks, grouped.blocks, strict=True):
+        if not isinstance(one.mlp, ExpertMlp):
+            continue
+        assert isinstance(other.mlp, GroupedMlp)
+        assert isinstance(other.mlp.down, GroupedHalf if recipe is None else GroupedPacked)
+        wanted, found = one.mlp(x, run_dense).float(), other.mlp(x, run_dense).float()
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-2
+        compared += 1
+    assert compared == (2 if family == "mixtral" else 1)
+    if recipe is None:
+        assert resident_bytes(grouped) <= resident_bytes(plain) + (1 << 16)  # tickets
+
+
+def test_a_whole_model(family_model: FamilyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(device="cpu", dtype="bfloat16")
+    plain = score_tokens(start_engine(family_model("qwen2_moe"), options), IDS[:4])
+    monkeypatch.setattr(loading, "has_routed_kernels", lambda device: True)
+    grouped = score_tokens(start_engine(family_model("qwen2_moe"), options), IDS[:4])
+    assert float((grouped - plain).norm() / plain.norm()) < 3e-2
+
+
+def test_a_broken_expert_is_refused_by_its_name(
+    quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = quantized("qwen2_moe", "rtn-w4g32"), Checkpoint.quantized
+
+    def broken(self: Checkpoint, module: str, device: str | torch.device = "cpu") -> object:
+        weight = read(self, module, device)
+        if module.endswith("experts.2.up_proj"):
+            weight.scales[5] = float("nan")  # type: ignore[attr-defined]
+        return weight
+
+    monkeypatch.setattr(Checkpoint, "quantized", broken)
+    with pytest.raises(QuantkitError, match=r"layer model.layers.1.mlp.experts.2.up_proj would give garbage"):
+        load_grouped(folder, monkeypatch)
+
+
+def test_every_expert_of_every_token() -> None:
+    """What a GPU does without a routed kernel; an expert that overflows for others' tokens spoils nothing."""
+    random = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(7, 16, generator=random), torch.rand(7, 2, generator=random)
+    chosen = torch.stack([torch.randperm(3, generator=random)[:2] for _ in range(7)])
+    chosen[chosen == 1] = 3
+    chosen[0] = torch.tensor([0, 1])
+    experts = [lambda x, factor=factor: x * factor for factor in (1.0, 2.0, -1.5, 0.5)]
+    experts[1] = lambda x: torch.where(torch.arange(len(x))[:, None] > 0, float("inf"), 2 * x) if len(x) > 1 else 2 * x
+    wanted = sum_of_experts(x, chosen, weights, experts)
+    torch.testing.assert_close(sum_of_every_expert(x, chosen, weights, experts), wanted)
+
+
+def test_a_gpu_runs_experts_and_says_which_are_slow(family_model: FamilyModel) -> None:
+    assert look_on_gpu(family_model("mixtral"), "h100").plan.warnings == ()
+    assert plan_card(KNOWN["sm_90"], [LlmInt8()], expert_formats=[CtPacked(), Nf4()]).warnings == ()
+    formats = [CtFloat8(), CtFloat8(), LlmInt8()]
+    lines = plan_card(KNOWN["sm_90"], formats, expert_formats=formats).warnings
+    assert len(lines) == 2
+    assert all("have no routed kernel: every step computes all of them" in line for line in lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [None, "rtn-w4g32", "nf4", "llm-int8"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_whole_model_on_a_gpu(
+    family: str, recipe: str | None, family_model: FamilyModel, quantized: Callable[[str, str], Path]
+) -> None:
+    """Prompt and answers, with and without CUDA graphs, against float32 on the CPU."""
+    folder = family_model(family) if recipe is None else quantized(family, recipe)
+    wanted = score_tokens(start_engine(folder, EngineOptions(device="cpu", dtype="float32")), IDS)
+    for graphs in (True, False):
+        options = EngineOptions(device="cuda", dtype="bfloat16", graphs=graphs, kv_tokens=4096, max_context=128)
+        found = score_tokens(start_engine(folder, options), IDS, 13).cpu().float()
+        assert float((found - wanted).norm() / wanted.norm()) < (0.1 if recipe == "llm-int8" else 0.06)

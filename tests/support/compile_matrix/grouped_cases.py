@@ -1,0 +1,124 @@
+"""Layers of experts: routing, every kind of stacked weight in every way that is chosen or tried, and their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from compile_matrix.case import Case
+from compile_matrix.weights import weight_of
+from quantkit.kernels.card import Card
+from quantkit.kernels.linear.dense.weight import lay_out
+from quantkit.kernels.linear.grouped.choices import candidates, choose
+from quantkit.kernels.linear.grouped.combine import combine
+from quantkit.kernels.linear.grouped.router import route_tokens
+from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
+from quantkit.kernels.linear.grouped.routing import route
+from quantkit.kernels.linear.grouped.tile import TileConfig
+from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight, PackedStack, lay_out_half
+
+_FORMATS = ("w4", "w4-g64", "w4-g32", "w4-asym", "awq", "w8", "w3", "w2", "nf4", "nf4-plain", "fp4")
+_EXPERTS, _PER_TOKEN, _HIDDEN, _WIDTH = 2, 2, 512, 256
+_TOKENS = (1, 8, 20, 60, 200)  # one or more for every entry of the tables
+_RULES = {
+    "128, 8 of them": (128, Rule(8)),
+    "8, 2 of them": (8, Rule(2, normalized=False)),
+    "256 in groups": (256, Rule(8, scoring="sigmoid", groups=8, groups_chosen=4, scale=2.5)),
+    "160 in groups": (160, Rule(6, groups=8, groups_chosen=3)),
+}
+
+
+def grouped_cases(card: Card) -> Iterator[Case]:
+    for name, (experts, rule) in _RULES.items():
+        for tokens in (1, 16, 300):  # one program for the first two
+            launch = lambda dtype, how=(tokens, experts, rule): _route(*how, dtype)  # noqa: E731
+            yield Case(f"routes of {tokens} to {name}", launch)
+        for tokens in (1, 8, 16):
+            launch = lambda dtype, how=(tokens, experts, rule): _route_tokens(*how, dtype)  # noqa: E731
+            yield Case(f"router of {tokens} to {name}", launch)
+    for shared in (False, True):
+        yield Case(f"sum of experts, shared {shared}", lambda dtype, shared=shared: _combine(shared, dtype))
+    for name in (*_FORMATS, "half"):
+        for tokens in _TOKENS:
+            launch = lambda dtype, how=(name, tokens, card): _chosen(*how, dtype)  # noqa: E731
+            yield Case(f"experts in {name} for {tokens}", launch)
+    for name in ("w4", "nf4", "half"):
+        tried = dict.fromkeys(_tried(name))
+        for tile, config in tried:
+            for gated in (False, True):
+                launch = lambda dtype, how=(name, tile, config, gated): _try(*how, dtype)  # noqa: E731
+                yield Case(f"experts in {name}, tiles of {tile}, {config}, gated {gated}", launch, tried=True)
+
+
+def _tried(name: str) -> Iterator[tuple[int, TileConfig]]:
+    for tokens in _TOKENS:
+        for tile, config in candidates(_weights(name, torch.bfloat16)[1], tokens * _PER_TOKEN, _EXPERTS):
+            yield tile, replace(config, splits=1)  # more are a number that kernels are given
+
+
+def _route(tokens: int, experts: int, rule: Rule, dtype: torch.dtype) -> None:
+    correction = torch.zeros(experts) if rule.scoring == "sigmoid" else None
+    route(torch.zeros(tokens, experts, dtype=dtype), rule, 8, correction)
+
+
+def _route_tokens(tokens: int, experts: int, rule: Rule, dtype: torch.dtype) -> None:
+    correction = torch.zeros(experts) if rule.scoring == "sigmoid" else None
+    router = lay_out(torch.zeros(experts, 2048, dtype=dtype))
+    route_tokens(torch.zeros(tokens, 2048, dtype=dtype), router, rule, 8, correction)
+
+
+def _combine(shared: bool, dtype: torch.dtype) -> None:
+    y, weights = torch.zeros(6, _HIDDEN, dtype=dtype), torch.zeros(3, 2, dtype=dtype)
+    combine(y, weights, y[:3] if shared else None, weights[:, :1] if shared else None)
+
+
+def _chosen(name: str, tokens: int, card: Card, dtype: torch.dtype) -> None:
+    gate_up, down = _weights(name, dtype)
+    way = choose(gate_up, down, tokens * _PER_TOKEN, card)
+    routes = _routes(tokens, way.tile)
+    if way.decoded:
+        gate_up, down = gate_up.in_half(dtype), down.in_half(dtype)
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        gate_up.matmul(torch.zeros(tokens, _HIDDEN, dtype=dtype), routes, way.gate_up, activation)
+    down.matmul(torch.zeros(routes.pairs, _WIDTH, dtype=dtype), routes, way.down)
+    if isinstance(down, GroupedPacked) and name == "w4":
+        order = torch.zeros(_WIDTH, dtype=torch.int32)
+        ordered = GroupedPacked(tuple(replace(plane, order=order) for plane in down.planes))
+        ordered.matmul(torch.zeros(routes.pairs, _WIDTH, dtype=dtype), routes, way.down)
+        ordered.in_half(dtype)
+
+
+def _try(name: str, tile: int, config: TileConfig, gated: bool, dtype: torch.dtype) -> None:
+    gate_up, down = _weights(name, dtype)
+    if gated:
+        gate_up.matmul(torch.zeros(4, _HIDDEN, dtype=dtype), _routes(4, tile), config, "silu")
+    else:
+        down.matmul(torch.zeros(4 * _PER_TOKEN, _WIDTH, dtype=dtype), _routes(4, tile), config)
+
+
+def _routes(tokens: int, tile: int) -> Routes:
+    pairs = tokens * _PER_TOKEN
+    tiles = torch.zeros(3, most_tiles(pairs, _EXPERTS, tile), dtype=torch.int32)
+    chosen = torch.zeros(tokens, _PER_TOKEN, dtype=torch.int32)
+    return Routes(chosen, chosen.bfloat16(), chosen.flatten(), tiles, tile)
+
+
+@cache
+def _weights(name: str, dtype: torch.dtype) -> tuple[GroupedWeight, GroupedWeight]:
+    sizes = ((2 * _EXPERTS, _WIDTH, _HIDDEN), (_EXPERTS, _HIDDEN, _WIDTH))
+    if name == "half":
+        gate_up, down = (lay_out_half(torch.zeros(size, dtype=dtype)) for size in sizes)
+        return gate_up, down
+    gate_up, down = (_stacked(name, *size) for size in sizes)
+    return gate_up, down
+
+
+def _stacked(name: str, planes: int, outputs: int, inputs: int) -> Any:
+    stack = PackedStack(planes)
+    for plane in range(planes):
+        stack.put(plane, weight_of(name, outputs, inputs))
+    return stack.finish()
