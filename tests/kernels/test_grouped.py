@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pairwise import cover
 from quantkit.errors import InputError
-from quantkit.formats import Awq, CtPacked, Format, Fp4, Gptq, IntegerWeight, Nf4
+from quantkit.formats import Awq, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, Gptq, IntegerWeight, Nf4
 from quantkit.kernels.card import KNOWN, Card
 from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.grouped.choices import Way, candidates, choose
@@ -38,6 +38,8 @@ FORMATS: dict[str, Format | None] = {
     "nf4": Nf4(),
     "fp4": Fp4(double_quant=True),
     "nf4-plain": Nf4(double_quant=False, block=128),
+    "mxfp4": CtMxfp4(),
+    "nvfp4": CtNvfp4(),
 }
 EXPERTS = 3
 FEW = Way(8, TileConfig(64, 2, 3, splits=2), TileConfig(128, 4, 3))

@@ -56,7 +56,8 @@ def make_part(folder: str | Path, ranks: Ranks, group: Group, dtype: torch.dtype
     weights = load_weights(checkpoint, config, dtype, CPU, ranks=ranks)
     local = local_config(config, ranks)
     tables = rope_tables(checkpoint.config, local, PAGE * PAGES, CPU)
-    cache = torch.zeros(local.layers, 2, sequences * PAGES, local.kv_heads, PAGE, local.head_dim, dtype=dtype)
+    kinds, heads, width = local.cache_entry
+    cache = torch.zeros(local.layers, kinds, sequences * PAGES, heads, PAGE, width, dtype=dtype)
     return Part(Decoder(local, weights, tables, ops_for(CPU, dtype), group=group, ranks=ranks), KvCache(cache), ranks)
 
 

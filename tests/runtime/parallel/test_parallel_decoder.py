@@ -144,7 +144,8 @@ def test_experts_in_stages(family: str, family_model: Callable[[str], Path]) -> 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_experts_are_not_divided(family: str, family_model: Callable[[str], Path]) -> None:
-    message = rf"tensor parallel is 2, but model_type '{family}' has experts, .* use --pipeline-parallel or one rank$"
+    what = "latent attention" if FAMILIES[family].latent else "experts"
+    message = rf"tensor parallel is 2, but model_type '{family}' has {what}, .* use --pipeline-parallel or one rank$"
     with pytest.raises(InputError, match=message):
         assert_as_alone(family_model(family), 2)
 
