@@ -23,6 +23,8 @@ SERVED: dict[str, Callable[[str], Format]] = FORMATS | {
     "fp8-block-exact": lambda dtype: CtFloat8(strategy="block", activations="exact", dtype=dtype),
 }
 
+TALL = 1024  # rows; blocks of all formats begin anew there
+
 
 def served_on(card: Card) -> list[str]:
     """Formats whose kernels a card can run; others are decoded there."""
@@ -42,10 +44,28 @@ def shapes_of_weight(name: str, outputs: int, inputs: int) -> Any:
 
 def _lay_out(name: str, outputs: int, inputs: int) -> Any:
     fmt = SERVED[name]("bfloat16")
-    quantized = fmt.quantize(torch.zeros(outputs, inputs))
+    if outputs > TALL:  # as many rows again: to quantize a vocabulary takes seconds in some formats
+        rows = fmt.quantize(torch.zeros(TALL, inputs))
+        quantized = _repeated(rows, -(-outputs // TALL)).cut(slice(0, outputs), slice(0, inputs))
+    else:
+        quantized = fmt.quantize(torch.zeros(outputs, inputs))
     if isinstance(quantized, Float8Weight) and name == "fp8-static":
         quantized = replace(quantized, input_scale=torch.ones(1))
     return eight_bit.lay_out(fmt, quantized) if eight_bit.takes(fmt) else weight_only.lay_out(quantized)
+
+
+def _repeated(value: Any, times: int) -> Any:
+    """A quantized weight of `times` as many rows; what has one entry, or is a table of values, belongs to all."""
+    changed = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, Tensor) and part.numel() > 1 and field.name != "table":
+            changed[field.name] = part.repeat(times, *[1] * (part.ndim - 1))
+        elif is_dataclass(part) and not isinstance(part, type):
+            changed[field.name] = _repeated(part, times)
+        elif field.name == "full_shape":
+            changed[field.name] = (part[0] * times, part[1])
+    return replace(value, **changed)
 
 
 def _without_data(value: Any) -> Any:
