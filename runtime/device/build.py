@@ -20,6 +20,7 @@ from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.decoder import Decoder
+from quantkit.runtime.model.expert_stacks import slow_experts
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks
@@ -98,8 +99,7 @@ def check_kernels(
     from quantkit.kernels.card import card_of
 
     formats = formats or {}
-    experts = [formats[module] for module in config.expert_modules if module in formats]
-    card, latent = card_of(options.torch_device), config.latent is not None
-    plan = plan_card(card, formats.values(), options.kv_dtype, expert_formats=experts, has_latent=latent)
+    card, latent, slow = card_of(options.torch_device), config.latent is not None, slow_experts(config, formats)
+    plan = plan_card(card, formats.values(), options.kv_dtype, slow_experts=slow, has_latent=latent)
     CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
     return plan

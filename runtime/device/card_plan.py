@@ -14,7 +14,6 @@ from quantkit.formats import Format
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.decoded import why_card_decodes
 from quantkit.kernels.linear.dispatch import file_name, table_of
-from quantkit.kernels.linear.eight_bit.weight import takes
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,13 @@ def plan_card(
     formats: Iterable[Format],
     kv_dtype: str = "auto",
     *,
-    expert_formats: Iterable[Format] = (),
+    slow_experts: Iterable[str] = (),
     has_latent: bool = False,
 ) -> CardPlan:
     """Refuses what a GPU cannot do, in a line that says what to do instead.
 
-    `formats`: one for each quantized layer; `expert_formats`: those of them that are experts; `has_latent`: whether the
-    model's attention is latent.
+    `formats`: one for each quantized layer; `slow_experts`: why experts run without routed kernels; `has_latent`:
+    whether the model's attention is latent.
     """
     if has_latent:
         raise InputError(
@@ -63,16 +62,16 @@ def plan_card(
     if kv_dtype == "fp8" and not card.has_float8:
         raise InputError(f"{has}, but a cache in FP8 needs 8.9 (Ada) or newer; leave --kv-dtype out")
     reasons = Counter(why for fmt in formats if (why := why_card_decodes(fmt, card)) is not None)
-    slow = sorted({fmt.name for fmt in expert_formats if takes(fmt)})
-    return CardPlan(card, (*(_decoded(why, layers) for why, layers in reasons.items()), *map(_every_expert, slow)))
+    lines = [_decoded(why, layers) for why, layers in reasons.items()]
+    return CardPlan(card, (*lines, *map(_every_expert, slow_experts)))
 
 
 def _decoded(why: str, layers: int) -> str:
     return f"{why}: {layers} layers are decoded in every step, which is slow; W8A8, INT8 or INT4 have kernels there"
 
 
-def _every_expert(name: str) -> str:
+def _every_expert(why: str) -> str:
     return (
-        f"experts in {name} have no routed kernel: every step computes all of them for every token, which is slow; "
-        "INT4, NF4 and 16 bits have one"
+        f"experts have no routed kernel, since {why}: every step computes all of them for every token, which is slow; "
+        "INT4, NF4 and 16 bits without biases have one"
     )

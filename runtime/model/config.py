@@ -78,17 +78,6 @@ class ModelConfig:
         chosen = (stage.experts.per_token for stages in self.stages for stage in stages if stage.experts)
         return self.hidden * max(chosen, default=0)
 
-    @property
-    def expert_modules(self) -> tuple[str, ...]:
-        """Linears of experts by full module names."""
-        return tuple(
-            module
-            for layer, stages in enumerate(self.stages)
-            for stage in stages
-            if stage.experts
-            for module in self.family.modules(layer, stage)
-        )
-
     def _channels(self, stage: Stage) -> int:
         return self.width(stage) * (1 if stage.experts is None else stage.experts.per_token)
 

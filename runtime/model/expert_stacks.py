@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from quantkit.formats import Format
 from quantkit.kernels.linear.grouped.weight import GroupedWeight, PackedStack, lay_out_half, why_not
+from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.reader import Reader
 
 # Of an expert that is not the first of its layer: that one has the same kernels and was tried whole. Trying all rows of
@@ -15,11 +17,24 @@ from quantkit.runtime.model.reader import Reader
 TRIED_ROWS = 128
 
 
-def why_not_stacked(reader: Reader, modules: Sequence[str], inputs: int, *, biased: bool) -> str | None:
-    """Why experts of these linears cannot be one weight for routed kernels; None where they can."""
-    if biased:
+def why_not_stacked(config: ModelConfig, layer: int, formats: Mapping[str, Format]) -> str | None:
+    """Why experts of a layer cannot be two weights for routed kernels; None where they can. `formats` by module."""
+    if config.clip is not None:
+        return "their activation is clipped"
+    if config.family.mlp_bias == "always":
         return "they have biases"
-    return why_not((reader.checkpoint.formats.get(name) for name in modules), inputs)
+    for stage in config.stages[layer]:
+        if stage.routed:
+            found = (formats.get(module) for module in config.family.modules(layer, stage))
+            if reason := why_not(found, config.inputs(stage)):
+                return reason
+    return None
+
+
+def slow_experts(config: ModelConfig, formats: Mapping[str, Format]) -> list[str]:
+    """The reasons for which experts of a model run without routed kernels on a GPU."""
+    routed = (layer for layer, stages in enumerate(config.stages) if any(stage.routed for stage in stages))
+    return sorted({reason for layer in routed if (reason := why_not_stacked(config, layer, formats))})
 
 
 def read_stack(reader: Reader, modules: Sequence[str], outputs: int, inputs: int) -> GroupedWeight:

@@ -144,7 +144,8 @@ class _BlockReader:
         if experts is None:
             return next(self._dense_mlps())
         routing, beside = experts.routing, (self._shared_expert(), self._correction())
-        if has_routed_kernels(self.reader.device) and not any(map(self._why_not_stacked, ROUTED)):
+        why_not = why_not_stacked(config, self.layer, self.reader.checkpoint.formats)
+        if has_routed_kernels(self.reader.device) and why_not is None:
             gate_up, down = map(self._stack, ROUTED)
             rule = rule_of(experts.per_token, routing)
             return GroupedMlp(
@@ -156,13 +157,6 @@ class _BlockReader:
     def _router(self, experts: Experts) -> Linear:
         reader = self._in_float32 if experts.routing.float32 else self
         return reader._kept(experts.router, experts.count, biased=experts.router_biased)
-
-    def _why_not_stacked(self, role: str) -> str | None:
-        config, stage = self.reader.config, self._stages[role]
-        if config.clip is not None:
-            return "their activation is clipped"
-        modules, biased = config.family.modules(self.layer, stage), stage.linears[0] in self._biased
-        return why_not_stacked(self.reader, modules, config.inputs(stage), biased=biased)
 
     def _stack(self, role: str) -> GroupedWeight:
         config, stage = self.reader.config, self._stages[role]

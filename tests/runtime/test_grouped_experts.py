@@ -21,12 +21,13 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.card_plan import plan_card
 from quantkit.runtime.model import loading
 from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.expert_stacks import slow_experts
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp
 from quantkit.runtime.model.layers import DenseMlp, Weights
 from quantkit.runtime.parallel.rank_memory import resident_bytes
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
-from tiny_models import SETTINGS, WITH_EXPERTS, save_model
+from tiny_models import SETTINGS, WITH_EXPERTS, WITH_LATENTS, save_model
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 110, (40,), generator=torch.Generator().manual_seed(1))
@@ -134,16 +135,24 @@ def test_every_expert_of_every_token() -> None:
 
 def test_a_gpu_runs_experts_and_says_which_are_slow(family_model: FamilyModel) -> None:
     assert look_on_gpu(family_model("mixtral"), "h100").plan.warnings == ()
-    assert plan_card(KNOWN["sm_90"], [LlmInt8()], expert_formats=[CtPacked(), Nf4()]).warnings == ()
-    formats = [CtFloat8(), CtFloat8(), LlmInt8()]
-    lines = plan_card(KNOWN["sm_90"], formats, expert_formats=formats).warnings
-    assert len(lines) == 2
-    assert all("have no routed kernel: every step computes all of them" in line for line in lines)
+    (line,) = look_on_gpu(family_model("gpt_oss"), "h100").plan.warnings
+    assert line.startswith("experts have no routed kernel, since their activation is clipped: every step computes all")
+    config = read_model_config(Checkpoint(family_model("qwen2_moe")).config)
+    experts = [
+        name for name in config.family.linears(Checkpoint(family_model("qwen2_moe")).config) if "experts" in name
+    ]
+    attention = dict.fromkeys(["model.layers.1.self_attn.q_proj"], LlmInt8())
+    assert slow_experts(config, attention | dict.fromkeys(experts, CtPacked(group_size=32))) == []
+    assert slow_experts(config, dict.fromkeys(experts, CtFloat8())) == ["ct-float8 rounds activations too"]
+    mixed = dict.fromkeys(experts, Nf4()) | {experts[0]: CtPacked(group_size=32)}
+    assert slow_experts(config, mixed) == ["they are in different formats"]
+    (line,) = plan_card(KNOWN["sm_90"], [], slow_experts=slow_experts(config, mixed)).warnings
+    assert "since they are in different formats" in line
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [None, "rtn-w4g32", "nf4", "llm-int8"])
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("family", [name for name in WITH_EXPERTS if name not in WITH_LATENTS])
 def test_a_whole_model_on_a_gpu(
     family: str, recipe: str | None, family_model: FamilyModel, quantized: Callable[[str, str], Path]
 ) -> None:
