@@ -97,11 +97,12 @@ def test_a_cover_assembles_and_fits() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", [1, 2, 3, 4])
+@pytest.mark.parametrize("part", range(1, 9))
 def test_the_whole_matrix_assembles_and_fits(part: int) -> None:
-    found = report("--part", f"{part}/4")
+    """In eighths, so that each quarter of the long tests has one for each of two processes."""
+    found = report("--part", f"{part}/8")
     assert found["troubles"] == []
-    assert found["pairs"] > 1000
+    assert found["pairs"] > 500
 
 
 def test_faults_are_seen() -> None:

@@ -58,4 +58,4 @@ def test_a_test_with_an_entry_of_its_own_is_dealt_alone() -> None:
     long = [item(f"{entry}@a group", "long") for entry in own] + [item(f"{file}::test_other", "long")]
     parts = [{entry_of(one.nodeid) for one in in_part(long, part + 1)} for part in range(PARTS)]
     assert sorted(entry for part in parts for entry in part) == sorted([*own, file])
-    assert [len(part - {file}) for part in parts] == [1] * PARTS  # a quarter of the compilations each
+    assert all(part - {file} for part in parts)  # every part compiles some
