@@ -29,11 +29,20 @@ class ExpertRounding:
 
     def __init__(self, part: BlockPart, hidden: Activations, inputs: Activations, method: Method) -> None:
         self._part, self._method, self._inputs = part, method, inputs
-        self._chosen: list[Tensor] = []  # [tokens, experts of a token] for every batch
+        experts = part.routed_stages[0].experts
+        assert experts is not None
+        self._tokens: list[tuple[Tensor, ...]] = []  # of every batch, of every expert: the tokens that it was sent
+        self._lengths: list[int] = []  # of every batch: tokens
+        self._width = 0
         for batch in hidden:
             routed = part.route(batch)
             inputs.append(routed.inputs)
-            self._chosen.append(routed.chosen)
+            length, self._width = routed.inputs.shape
+            self._lengths.append(length)
+            chosen = routed.chosen.flatten()
+            counts = chosen.bincount(minlength=experts.count).tolist()
+            tokens = chosen.argsort(stable=True) // routed.chosen.shape[1]
+            self._tokens.append(tokens.split(counts))
 
     @torch.no_grad()
     def run(self, work: BlockQuantizer) -> None:
@@ -41,20 +50,19 @@ class ExpertRounding:
         stages = [stage for stage in self._part.routed_stages if work.wants(stage)]
         if not stages:
             return
-        counts = self._counts(stages[0].by_expert)
         scaling = self._scale(work)
         for number, of_expert in enumerate(zip(*(stage.by_expert for stage in stages), strict=True)):
             for stage in of_expert:
-                statistics, notes = self._statistics(stage, number, counts[number])
+                statistics, notes = self._statistics(stage, number)
                 work.quantize(self._part.block, stage, statistics, notes | (scaling if stage == of_expert[0] else {}))
 
     def _scale(self, work: BlockQuantizer) -> dict[str, Any]:
         """Scales what all experts read, where the method does; what the log should say of it."""
         if not self._method.scales_inputs:
             return {}
-        first = self._inputs[0]
-        pooled = InputStatistics(first.shape[-1], first.device, hessian=self._method.wants_hessian)
-        with fast_products(first.device):
+        device = self._tokens[0][0].device
+        pooled = InputStatistics(self._width, device, hessian=self._method.wants_hessian)
+        with fast_products(device):
             for batch in self._inputs:
                 pooled.add(batch)
         scales, notes = work.scale_norm(self._part.block, self._part.part.norm, pooled)
@@ -63,19 +71,12 @@ class ExpertRounding:
                 self._inputs[index] = batch / scales.to(batch.dtype)
         return notes
 
-    def _counts(self, experts: tuple[Stage, ...]) -> list[int]:
-        """How many tokens each expert was sent."""
-        counts = torch.zeros(len(experts), dtype=torch.long, device=self._chosen[0].device)
-        for chosen in self._chosen:
-            counts += chosen.flatten().bincount(minlength=len(experts))
-        found: list[int] = counts.tolist()
-        return found
-
-    def _statistics(self, stage: Stage, number: int, count: int) -> tuple[InputStatistics, dict[str, Any]]:
+    def _statistics(self, stage: Stage, number: int) -> tuple[InputStatistics, dict[str, Any]]:
         """Of what an expert's linears read, and what the log should say of it."""
+        count = sum(len(tokens[number]) for tokens in self._tokens)
         weight = weight_of(self._part.block.get_submodule(stage.names[0]))
         found = InputStatistics(weight.shape[1], weight.device, hessian=self._method.wants_hessian)
-        starved = count < ENOUGH * self._inputs[0].shape[-1]
+        starved = count < ENOUGH * self._width
         with fast_products(weight.device):
             for rows in self._rows(number, pooled=starved):
                 found.add(self._part.expert_reads(stage, rows))
@@ -84,10 +85,10 @@ class ExpertRounding:
 
     def _rows(self, number: int, *, pooled: bool) -> Iterator[Tensor]:
         """The tokens of an expert, or tokens of its block with all of its own among them."""
-        every = -(-sum(len(chosen) for chosen in self._chosen) // POOLED)
-        for index, chosen in enumerate(self._chosen):
-            own = (chosen == number).any(-1)
+        every = -(-sum(self._lengths) // POOLED)
+        for index, (tokens, length) in enumerate(zip(self._tokens, self._lengths, strict=True)):
+            own = tokens[number]
             if pooled:
-                own[::every] = True
-            if bool(own.any()):
+                own = torch.cat([own, torch.arange(0, length, every, device=own.device)]).unique()
+            if len(own):
                 yield self._inputs[index][own]

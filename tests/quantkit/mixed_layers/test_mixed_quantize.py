@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.arch import Family
-from quantkit.blocks import BlockRunner, run_block
+from quantkit.blocks import BlockPart, BlockRunner, run_block
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
@@ -166,20 +166,23 @@ def test_an_expert_without_tokens_has_an_input_scale(quantized: Quantized) -> No
 
 @torch.no_grad()
 @pytest.mark.parametrize("reached", [0, 1, 15, 16])
-def test_a_quarter_of_its_inputs_is_enough(reached: int, source: Path, family: Family, tmp_path: Path) -> None:
+def test_a_quarter_of_its_inputs_is_enough(
+    reached: int, source: Path, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Below, an expert is shown tokens of its block, its own among them."""
     runner = BlockRunner(Checkpoint(source), family)
     _, part = runner.load(1, runner.arguments(24)[1])
     hidden = Activations(runner.device, "host", tmp_path)
     hidden.append(torch.randn(2, 24, 64))
+    routed = part.route(hidden[0])
+    routed.chosen[:] = torch.tensor([1, 2])
+    routed.chosen[48 - reached :, 0] = 3
+    monkeypatch.setattr(BlockPart, "route", lambda *_: routed)
     work = ExpertRounding(part, hidden, Activations(runner.device, "host", tmp_path, "experts"), GptqMethod())
-    (chosen,) = work._chosen
-    chosen[:] = torch.tensor([1, 2])
-    chosen[48 - reached :, 0] = 3
-    found, notes = work._statistics(part.routed_stages[0].by_expert[3], 3, reached)
+    found, notes = work._statistics(part.routed_stages[0].by_expert[3], 3)
     assert found.tokens == (reached if reached == 16 else 48)
     assert notes == {"expert_tokens": reached} | ({} if reached == 16 else {"pooled_tokens": 48})
-    rows = part.route(hidden[0]).inputs[-found.tokens :]
+    rows = routed.inputs[-found.tokens :]
     torch.testing.assert_close(found.hessian, rows.T @ rows, rtol=1e-4, atol=1e-4)
 
 
