@@ -135,7 +135,7 @@ def route_tokens(x: Tensor, router: HalfWeight, rule: Rule, tile: int, correctio
         DEPTH=depth,
         SHARES=shares,
         TILE=tile,
-        num_warps=2 if rows <= 2 else 4,
+        num_warps=min(16, max(2 if rows <= 2 else 4, rows * columns // 256)),  # the table is held in registers
         **chained(x.device),
     )
     return routes
