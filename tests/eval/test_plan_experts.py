@@ -29,20 +29,7 @@ from quantkit.runtime.model.ranks import Ranks
 from tiny_models import WITH_EXPERTS
 
 H200 = GPUS["h200"]
-QWEN3 = {  # Qwen3-30B-A3B
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "max_position_embeddings": 40960,
-}
+QWEN3 = SHAPES["qwen3-30b-a3b"]
 QWEN2 = {  # Qwen1.5-MoE-A2.7B
     "model_type": "qwen2_moe",
     "vocab_size": 151936,
@@ -57,18 +44,7 @@ QWEN2 = {  # Qwen1.5-MoE-A2.7B
     "num_experts_per_tok": 4,
     "max_position_embeddings": 8192,
 }
-MIXTRAL = {  # Mixtral-8x7B
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32768,
-}
+MIXTRAL = SHAPES["mixtral-8x7b"]
 V2_LITE = {  # DeepSeek-V2-Lite
     "model_type": "deepseek_v2",
     "vocab_size": 102400,
