@@ -124,7 +124,7 @@ def _hopper_cut(weight: PackedWeight, most: int, processors: int) -> tuple[Hoppe
     few = replace(small, splits=min(processors // tiles(small), weight.chunks // _FEWEST_OF_A_PART))
     if most == 128 and few.splits >= 4:
         return few, f"{few.splits} programs for each of few tiles"
-    if share(wide) >= _WIDE_FROM.get(most, math.inf) and weight.code_type != "int8":
+    if share(wide) >= _WIDE_FROM.get(most, math.inf) and not _spills(weight, wide):
         return wide, "equal shares of wide tiles for every multiprocessor"
     if share(small) >= _FEWEST_CHUNKS.get(most, 6) and (most, weight.code_type) != (64, "int3"):
         return small, "equal shares of the tiles for every multiprocessor"
@@ -152,12 +152,16 @@ def candidates(weight: PackedWeight, most: int) -> Iterator[Choice]:
 
 
 def hopper_configs(weight: PackedWeight, most: int) -> Iterator[HopperConfig]:
-    """Those whose tiles are not mostly empty, and that split no more than fills a large GPU.
-
-    8-bit words leave no registers for three groups of warps with 128 tokens.
-    """
+    """Those whose tiles are not mostly empty, and that split no more than fills a large GPU."""
     for config in _HOPPER_TRIED:
         tiles = -(-weight.outputs // config.outputs) * -(-most // config.tokens)
-        spills = weight.code_type == "int8" and config.outputs > 128 and config.tokens > 64
-        if config.tokens <= most and (config.splits <= 1 or tiles * config.splits <= 160) and not spills:
-            yield config
+        if config.tokens <= most and (config.splits <= 1 or tiles * config.splits <= 160):
+            if not _spills(weight, config):
+                yield config
+
+
+def _spills(weight: PackedWeight, config: HopperConfig) -> bool:
+    """Three groups of warps with 128 tokens have no registers left for 8-bit words, nor for a table's values with a
+    scale for 16 or 32 inputs."""
+    crowded = weight.code_type == "int8" or (weight.table is not None and weight.group < 64)
+    return crowded and config.outputs > 128 and config.tokens > 64
