@@ -155,9 +155,9 @@ def hopper_configs(weight: PackedWeight, most: int) -> Iterator[HopperConfig]:
     """Those whose tiles are not mostly empty, and that split no more than fills a large GPU."""
     for config in _HOPPER_TRIED:
         tiles = -(-weight.outputs // config.outputs) * -(-most // config.tokens)
-        if config.tokens <= most and (config.splits <= 1 or tiles * config.splits <= 160):
-            if not _spills(weight, config):
-                yield config
+        fills = config.tokens <= most and (config.splits <= 1 or tiles * config.splits <= 160)
+        if fills and not _spills(weight, config):
+            yield config
 
 
 def _spills(weight: PackedWeight, config: HopperConfig) -> bool:
