@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
+from quantkit.kernels.attention.decode_plan import MOST_NODES
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.device.runner import Runner
@@ -77,7 +78,7 @@ def make_speculation(
     if heads is not None:
         runner.keeps_hidden = True
         config = runner.decoder.config
-        rows = _TREE_ROWS // (config.heads // config.kv_heads)
+        rows = MOST_NODES if config.latent is not None else _TREE_ROWS // (config.heads // config.kv_heads)
         guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, min(asked.most, rows - 1))
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
         policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))

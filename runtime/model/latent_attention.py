@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quantkit.arch.sizes import LatentSizes
 from quantkit.kernels.attention.latent.pieces import PromptPieces, group_sequences, make_pieces
-from quantkit.kernels.reference.latent import into_latents
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.layers import LatentProjections
 from quantkit.runtime.model.ops import Ops
@@ -98,7 +97,7 @@ def attend(
     if some.rows is not None:
         q, turned = q[some.rows], turned[some.rows]
     attended = ops.attend_latents(
-        into_latents(q, own.key_up),
+        torch.bmm(q.transpose(0, 1), own.key_up).transpose(0, 1),  # into the latents' space
         turned,
         pages,
         some.page_table,

@@ -103,8 +103,8 @@ def test_logits_of_prompts(
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunked and shared": {"step_tokens": 20},
-    "swapped": {"kv_tokens": 64, "step_tokens": 40, "swap_gib": 0.001},
-    "guessed": {"speculative": "self=rtn-w4g32,k=3,adaptive=off"},
+    "swapped": {"kv_tokens": 64, "step_tokens": 64, "swap_gib": 0.001},
+    "guessed": {"speculative": "self=rtn-w4g32,k=2,adaptive=off"},
 }
 
 
@@ -114,7 +114,7 @@ def test_answers_of_engines(way: str, model: FamilyModel, forms: list[Any]) -> N
     """Prompts of both forms in one step, beside answers, with a shared prefix, by sequences that give way or guess."""
     options = {"device": "cpu", "max_context": 48, **WAYS[way]}
     ids = IDS.tolist()
-    prompts = [ids[:5], [*ids[:16], *ids[40:52]], ids[:20]]
+    prompts = [ids[60:74], [*ids[:16], *ids[40:52]], ids[:20]]
     llm = LLM(model("deepseek_v2"), dtype="float16", **options)
     found = answers(llm, prompts)
     engine = llm.engine
@@ -128,7 +128,7 @@ def test_answers_of_engines(way: str, model: FamilyModel, forms: list[Any]) -> N
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
     return [generation.answers[0].token_ids for generation in llm.generate(prompts, params)]
 
 

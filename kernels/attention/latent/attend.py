@@ -26,14 +26,14 @@ from quantkit.kernels.attention.cache import EIGHT_BIT
 from quantkit.kernels.attention.decode_plan import MOST_NODES
 from quantkit.kernels.attention.latent.kernel import add_parts, attend_part
 from quantkit.kernels.attention.latent.limits import check_latents
-from quantkit.kernels.card import NO_GPU, Card, card_of
+from quantkit.kernels.card import Card, card_of
 from quantkit.kernels.chain import chained
 from quantkit.kernels.checks import HALVES, check_contiguous, check_dtype, check_rows, check_same_device, check_shape
 
 NAME = "latent attention"
 MOST_SPLITS = 64
 _PROGRAMS_PER_SM = 2
-_MOST_ROWS = 64  # of a block
+_MOST_ROWS = 32  # of a block
 _SEQUENCES_AT_ONCE = 256  # that a program looks through to find its own
 _ADDED_COLUMNS, _ADDED_PARTS = 128, 16  # by a program, and of these so many at a time
 
@@ -48,15 +48,14 @@ class LatentConfig:
     num_stages: int = 2
 
 
-def latent_config(rows: int, itemsize: int, card: Card = NO_GPU) -> LatentConfig:
-    """For so many rows of a sequence. Sums of 16 rows of 512 numbers are 64 registers a thread of 4 warps.
-
-    Where products take operands from shared memory, 8 warps hold those of 64 rows, so that a latent is loaded a quarter
-    as often. To convert tiles of 8 bits takes registers that 4 warps do not have.
-    """
-    if rows >= _MOST_ROWS and card.multiplies_from_shared and itemsize == 2:
-        return LatentConfig(block_m=_MOST_ROWS, block_n=32, num_warps=8)
-    return LatentConfig(block_m=16, block_n=32, num_warps=8 if itemsize == 1 else 4)
+def latent_config(rows: int, itemsize: int) -> LatentConfig:
+    """For so many rows of a sequence. Sums of 16 rows of 512 numbers are 64 registers a thread of 4 warps, those of 32
+    rows as many of 8, which load a latent half as often; with 64 rows compiled code spills on Hopper and Blackwell, and
+    so it does with 32 where 8 bits are converted."""
+    if itemsize == 1:
+        return LatentConfig(block_m=16, block_n=32, num_warps=8)
+    few = rows < _MOST_ROWS
+    return LatentConfig(block_m=16 if few else _MOST_ROWS, block_n=32, num_warps=4 if few else 8)
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,11 @@ def attend_latents(
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
     if tokens == 0 or sequences == 0:
         return out
-    card = card_of(q.device)
-    way = config or latent_config(max_queries * heads, cache.dtype.itemsize, card)
+    way = config or latent_config(max_queries * heads, cache.dtype.itemsize)
     even = tokens >= sequences * max_queries  # all have as many new tokens
     blocks = triton.cdiv(max_queries * heads, way.block_m)
     slots = sequences * blocks if even else tokens * heads // way.block_m + sequences
-    parts = splits or _choose_splits(slots, page_table.shape[1] * page, way, card)
+    parts = splits or _choose_splits(slots, page_table.shape[1] * page, way, card_of(q.device))
     space = _scratch_for(scratch, q, parts)
     attend_part[(slots * parts,)](
         *(q, turned, out, cache, page_table, context_lengths, query_starts, cache_scale, ancestors),

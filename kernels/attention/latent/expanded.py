@@ -53,7 +53,7 @@ class ExpandedConfig:
 def expanded_config(widest: int, card: Card = NO_GPU) -> ExpandedConfig:
     """By the wider of keys and values, as a power of two. Where a warp holds its operands itself, tiles are smaller."""
     if card is not NO_GPU and not card.multiplies_from_shared:
-        return ExpandedConfig(block_m=64, block_n=64 if widest <= 128 else 32, num_warps=4)
+        return ExpandedConfig(block_m=64, block_n=32, num_warps=4 if widest <= 128 else 8)
     return ExpandedConfig(block_m=128, block_n=64, num_warps=8)
 
 
@@ -110,8 +110,7 @@ def _launch(
     slots = pieces.num_new // way.block_m + sequences  # see tiles.find_sequence
     attend_rows[(slots * heads,)](
         *(q, turned, out, expanded, kept, pieces.first_queries, pieces.new_starts, pieces.first_rows, cache_scale),
-        *(float(scale), *q.stride()[:2], *turned.stride()[:2], *out.stride()[:2], sequences),
-        HEADS=heads,
+        *(float(scale), *q.stride()[:2], *turned.stride()[:2], *out.stride()[:2], expanded.stride(0), sequences, heads),
         PLAIN=plain,
         ROPE=rope,
         VALUE=value,

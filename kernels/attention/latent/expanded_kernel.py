@@ -21,7 +21,7 @@ def _places(first, rows, inside, per_token, SIZE: tl.constexpr, PADDED: tl.const
     return at[:, None] + columns[None, :], inside[:, None] & (columns < SIZE)[None, :]
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "heads"])
 def attend_rows(
     q,
     turned,
@@ -39,8 +39,9 @@ def attend_rows(
     turned_head,
     out_token,
     out_head,
+    expanded_token,
     sequences,
-    HEADS: tl.constexpr,
+    heads,
     PLAIN: tl.constexpr,
     ROPE: tl.constexpr,
     VALUE: tl.constexpr,
@@ -52,9 +53,8 @@ def attend_rows(
     BLOCK_N: tl.constexpr,
     SEQUENCES_AT_ONCE: tl.constexpr,
 ):
-    OF_TOKEN: tl.constexpr = HEADS * (PLAIN + VALUE)  # numbers of all heads
-    head = tl.program_id(0) % HEADS
-    slot = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % heads
+    slot = tl.program_id(0) // heads
     sequence = find_sequence(new_starts, slot, sequences, BLOCK_M, SEQUENCES_AT_ONCE)
     before = tl.load(new_starts + sequence)
     new = tl.load(new_starts + sequence + 1) - before
@@ -80,7 +80,7 @@ def attend_rows(
         scale = scale * tl.load(cache_scale)
     steep = scale * LOG2_E
 
-    keys_at = expanded + first_row.to(tl.int64) * OF_TOKEN + head * (PLAIN + VALUE)
+    keys_at = expanded + first_row.to(tl.int64) * expanded_token + head * (PLAIN + VALUE)
     turned_at = kept + first_row.to(tl.int64) * (RANK + ROPE) + RANK
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -88,9 +88,9 @@ def attend_rows(
     for start in range(0, latest + 1, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         inside = tokens < context
-        keys = load_rows(keys_at, tokens * OF_TOKEN, inside, PLAIN, PADDED_PLAIN)
+        keys = load_rows(keys_at, tokens * expanded_token, inside, PLAIN, PADDED_PLAIN)
         turned_keys = load_rows(turned_at, tokens * (RANK + ROPE), inside, ROPE, PADDED_ROPE)
-        values = load_rows(keys_at + PLAIN, tokens * OF_TOKEN, inside, VALUE, PADDED_VALUE)
+        values = load_rows(keys_at + PLAIN, tokens * expanded_token, inside, VALUE, PADDED_VALUE)
         scores = multiply_add(turned_queries, tl.trans(turned_keys), multiply(queries, tl.trans(keys)))
         if start >= clear_to:
             scores = tl.where(tokens[None, :] <= position[:, None], scores, float("-inf"))

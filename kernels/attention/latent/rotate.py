@@ -55,6 +55,42 @@ def _keep(place, value, mask, scales):
 
 
 @triton.jit
+def _keep_token(
+    row,
+    norm,
+    position,
+    cosines,
+    sines,
+    slot,
+    num_slots,
+    cache,
+    scales,
+    eps,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """A latent, normed, and its key, turned, into their slot."""
+    columns = tl.arange(0, PADDED_RANK)
+    inside = columns < RANK
+    weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+    latent = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype = row.dtype.element_ty
+    normal = (latent * tl.rsqrt(tl.sum(latent * latent, axis=0) / RANK + eps)).to(dtype)
+    latent = (normal.to(tl.float32) * weight).to(dtype).to(tl.float32)
+    half = tl.arange(0, PADDED_HALF)[None, :]
+    key = row + RANK + tl.zeros([1, 1], tl.int32)
+    first, second = _turn(key, half < HALF, position, cosines, sines, HALF, PADDED_HALF, INTERLEAVED)
+    writes = (slot >= 0) & (slot < num_slots)
+    place = cache + slot * (RANK + 2 * HALF)
+    _keep(place + columns, latent, inside & writes, scales)
+    _keep(place + RANK + half, first, (half < HALF) & writes, scales)
+    _keep(place + RANK + HALF + half, second, (half < HALF) & writes, scales)
+
+
+@triton.jit(do_not_specialize=["max_positions"])
 def rotate_rows(
     q,
     kept,
@@ -84,33 +120,20 @@ def rotate_rows(
     wait_for_last(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     position = tl.minimum(tl.maximum(tl.load(positions + token).to(tl.int64), 0), max_positions - 1)
-    half = tl.arange(0, PADDED_HALF)[None, :]
-    in_half = half < HALF
     if tl.program_id(1) == 0:
-        slot = tl.load(slots + token)
-        if (slot < 0) | (slot >= num_slots):
-            return
-        columns = tl.arange(0, PADDED_RANK)
-        inside = columns < RANK
-        weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
-        row = tl.load(kept + token * kept_token + columns, mask=inside, other=0.0).to(tl.float32)
-        normal = row * tl.rsqrt(tl.sum(row * row, axis=0) / RANK + eps)
-        dtype = kept.dtype.element_ty
-        latent = (normal.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        place = cache + slot * (RANK + 2 * HALF)
-        _keep(place + columns, latent, inside, scales)
-        rows = kept + token * kept_token + RANK + tl.zeros([1, 1], tl.int32)
-        first, second = _turn(rows, in_half, position, cosines, sines, HALF, PADDED_HALF, INTERLEAVED)
-        _keep(place + RANK + half, first, in_half, scales)
-        _keep(place + RANK + HALF + half, second, in_half, scales)
+        row, slot = kept + token * kept_token, tl.load(slots + token)
+        _keep_token(
+            row, norm, position, cosines, sines, slot, num_slots, cache, scales, eps,
+            RANK, PADDED_RANK, HALF, PADDED_HALF, INTERLEAVED,
+        )  # fmt: skip
     else:
         head = ((tl.program_id(1) - 1) * GROUP + tl.arange(0, GROUP))[:, None]
-        known = head < HEADS
-        rows = q + token * q_token + head * q_head
-        first, second = _turn(rows, known, position, cosines, sines, HALF, PADDED_HALF, INTERLEAVED)
+        known, half = head < HEADS, tl.arange(0, PADDED_HALF)[None, :]
+        heads = q + token * q_token + head * q_head
+        first, second = _turn(heads, known, position, cosines, sines, HALF, PADDED_HALF, INTERLEAVED)
         place = turned + (token * HEADS + head) * (2 * HALF) + half
-        tl.store(place, first.to(turned.dtype.element_ty), mask=known & in_half)
-        tl.store(place + HALF, second.to(turned.dtype.element_ty), mask=known & in_half)
+        tl.store(place, first.to(turned.dtype.element_ty), mask=known & (half < HALF))
+        tl.store(place + HALF, second.to(turned.dtype.element_ty), mask=known & (half < HALF))
 
 
 def rotate_latent(
