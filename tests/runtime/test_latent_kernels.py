@@ -66,12 +66,16 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`model(family)`: a tiny one with heads so small that more than LONG new tokens are expanded."""
+    """`model(family)`: a tiny one with heads so small that more than LONG new tokens are expanded.
+
+    Without experts: rounding would choose others now and then.
+    """
+    sizes = {"qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2}
     top = tmp_path_factory.mktemp("latents")
 
     def folder_of(family: str) -> Path:
         if not (top / family).exists():
-            save_model(family, top / family, **SETTINGS[family] | {"qk_nope_head_dim": 8, "v_head_dim": 8})
+            save_model(family, top / family, **SETTINGS[family] | sizes)
         return top / family
 
     return folder_of
@@ -171,19 +175,26 @@ def test_what_gpus_take_and_refuse(family_model: FamilyModel, tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", WITH_LATENTS)
-@pytest.mark.parametrize("step", [1, 9, 30, 80])
-def test_logits_on_a_gpu(family: str, step: int, model: FamilyModel) -> None:
-    """Token by token, in short and in long chunks, and whole."""
-    found = score_tokens(start_engine(model(family), EngineOptions(device="cuda", dtype="float16")), IDS, step)
-    wanted = score_tokens(start_engine(model(family), EngineOptions(device="cpu", dtype="float32")), IDS, step)
-    assert relative_error(found.cpu(), wanted) < CLOSE
+@pytest.mark.parametrize("step", [1, 13, 60, 80])
+def test_logits_on_a_gpu(family: str, step: int, family_model: FamilyModel) -> None:
+    """Token by token, in short chunks, in long ones, which are expanded, and whole; with experts.
+
+    Of most tokens: rounding may choose other experts for one.
+    """
+    options = EngineOptions(device="cuda", dtype="float16", kv_tokens=4096, max_context=128)
+    found = score_tokens(start_engine(family_model(family), options), IDS, step).cpu().float()
+    wanted = score_tokens(start_engine(family_model(family), EngineOptions(device="cpu", dtype="float32")), IDS, step)
+    errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(errors.median()) < 1e-2
+    assert float(errors.quantile(0.9)) < CLOSE
 
 
 ON_GPU = WAYS | {
     "alone": {},
     "without graphs": {"graphs": False, "overlap": False},
     "8 bits": {"kv_dtype": "fp8"},
-    "preempted": {"kv_tokens": 128},
+    "preempted": {"kv_tokens": 112},
+    "swapped": {"kv_tokens": 112, "swap_gib": 0.001},
     "looked up": {"speculative": "ngram"},
     "unshared": {"share_prefixes": False},
 }
@@ -197,7 +208,10 @@ def test_answers_on_a_gpu(way: str, model: FamilyModel) -> None:
     ids = IDS.tolist()
     prompts = [ids[:5], [*ids[:32], *ids[40:70]], ids[:36], ids[:1], ids[:80]]
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
-    found = LLM(folder, device="cuda", dtype="float16", **options).generate(prompts, params)
+    sizes = {"kv_tokens": 4096} | options
+    llm = LLM(folder, device="cuda", dtype="float16", **sizes)
+    found = llm.generate(prompts, params)
+    assert (llm.engine.scheduler.preemptions > 0) == (sizes["kv_tokens"] < 4096)
     shared = {name: value for name, value in options.items() if name in ("max_context", "kv_dtype")}
     wanted = LLM(folder, device="cpu", dtype="float32", **shared).generate(prompts, params)
     for one, other in zip(found, wanted, strict=True):
