@@ -66,12 +66,13 @@ class Latents:
     rank: int = 512
     rope: int = 64
     head: int = 128  # numbers of a key that do not turn, and of a value
+    pages: int = 64
 
 
 def _latent_inputs(latents: Latents, tokens: int, dtype: torch.dtype, width: int) -> tuple[Tensor, ...]:
     """Queries of `width` numbers, their turned part, the cache."""
     queries = (empty(tokens, latents.heads, size, dtype=dtype) for size in (width, latents.rope))
-    return *queries, empty(64, 1, 16, latents.rank + latents.rope, dtype=latents.cache_dtype or dtype)
+    return *queries, empty(latents.pages, 1, 16, latents.rank + latents.rope, dtype=latents.cache_dtype or dtype)
 
 
 def launch_latents(
@@ -92,20 +93,20 @@ def launch_latents(
     )
 
 
-def launch_expanded(latents: Latents, dtype: torch.dtype) -> None:
+def launch_expanded(latents: Latents, dtype: torch.dtype, new: int = 300) -> None:
     """Two pieces of prompts over latents, in expanded form."""
-    q, turned, cache = _latent_inputs(latents, 300, dtype, latents.head)
+    q, turned, cache = _latent_inputs(latents, new, dtype, latents.head)
     firsts, starts = empty(2, dtype=torch.int32), empty(3, dtype=torch.int32)
-    pieces = PromptPieces(300, 400, empty(400, dtype=torch.int64), firsts, starts, starts)
+    pieces = PromptPieces(new, new + 100, empty(new + 100, dtype=torch.int64), firsts, starts, starts)
     up = empty(latents.heads, 2 * latents.head, latents.rank, dtype=dtype)
     scale = empty(1, dtype=torch.float32) if latents.cache_dtype else None
     attend_expanded(q, turned, cache, up, pieces, torch.empty_like(q), scale=0.1, cache_scale=scale)
 
 
-def launch_rotate(latents: Latents, interleaved: bool, dtype: torch.dtype) -> None:
-    _, q, cache = _latent_inputs(latents, 3, dtype, 1)
-    at = empty(3, dtype=torch.int64)
+def launch_rotate(latents: Latents, interleaved: bool, dtype: torch.dtype, tokens: int = 3) -> None:
+    _, q, cache = _latent_inputs(latents, tokens, dtype, 1)
+    at = empty(tokens, dtype=torch.int64)
     table = empty(32, latents.rope // 2, dtype=torch.float32)
     scales = empty(1, dtype=torch.float32) if latents.cache_dtype else None
-    kept, norm = empty(3, latents.rank + latents.rope, dtype=dtype), empty(latents.rank, dtype=dtype)
+    kept, norm = empty(tokens, latents.rank + latents.rope, dtype=dtype), empty(latents.rank, dtype=dtype)
     rotate_latent(q, kept, norm, at, table, table, at, cache, eps=1e-6, interleaved=interleaved, scales=scales)

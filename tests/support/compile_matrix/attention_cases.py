@@ -47,6 +47,8 @@ def _latent_cases(caches: tuple[torch.dtype | None, ...]) -> Iterator[Case]:
         latents = Latents(heads, kept)
         launch = lambda dtype, new=new, how=(latents, splits): launch_latents(new, *how, dtype)  # noqa: E731
         yield Case(f"latents {heads} x {kept or 'half'} {new} in {splits}", launch)
+    large = Latents(pages=2**31 // (16 * 576) + 1)
+    yield Case("latents over a large cache", lambda dtype: launch_latents([1, 1, 1], large, 1, dtype))
     yield Case("latents of trees", lambda dtype: launch_latents([9, 9], Latents(), 1, dtype, ancestors=True))
     for kept in caches:
         yield Case(
