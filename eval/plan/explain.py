@@ -69,10 +69,12 @@ def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Li
     width = f"4 x ({config.token_channels:,} + {config.hidden:,} + {attention:,}){routed}"
     decoded = _gb(reserve.decoded)
     yield "CUDA graphs", f"{SEQUENCES} x {width} x 2 x 4 bytes + {decoded} + 64 MiB = {_gb(reserve.graphs)}"
-    if reserve.expanded:
-        rows = f"{max(PIECE_ROWS, config.max_positions):,} tokens of latents, {EXPANDED_BYTES >> 20} MiB or one head"
-        yield "keys and values of prompts", f"{rows} = {_gb(reserve.expanded)}"
-    yield "engine", f"the sum of these {'six' if reserve.expanded else 'five'} = {_gb(fit.reserve)}"
+    if config.latent is not None:
+        rows = max(PIECE_ROWS, config.max_positions)
+        made = max(EXPANDED_BYTES, rows * config.latent.expanded * KEPT_BYTES)
+        gathered = f"{rows:,} tokens x {(reserve.expanded - made) // rows:,} bytes of their latents"
+        yield "prompts over latents", f"{gathered} + {_gb(made)} of keys and values = {_gb(reserve.expanded)}"
+    yield "engine", f"the sum of these {'five' if config.latent is None else 'six'} = {_gb(fit.reserve)}"
     yield (
         "memory to use",
         f"{SHARE:g} x {_gb(plan.gpu.memory)} ({plan.gpu.title}, {plan.gpu.source}) = {_gb(fit.available)}",
