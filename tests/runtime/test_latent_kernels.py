@@ -15,6 +15,7 @@ import torch
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.eval.plan.on_gpu import look_on_gpu
+from quantkit.eval.shapes import SHAPES
 from quantkit.kernels.attention.latent.attend import attend_latents
 from quantkit.kernels.attention.latent.expanded import attend_expanded
 from quantkit.kernels.attention.latent.rotate import rotate_latent
@@ -24,6 +25,7 @@ from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.device import build, memory
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.drafters.setup import most_nodes
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model import latent_attention
 from quantkit.runtime.model.config import read_model_config
@@ -141,6 +143,11 @@ def test_where_expanding_pays() -> None:
     sizes = latent_attention.LatentSizes(None, 512, 128, 64, 128, True)
     assert sizes.most_absorbed == pytest.approx(170.67, abs=0.01)
     assert replace(sizes, rank=128).most_absorbed == float("inf")
+
+
+def test_trees_of_models_with_many_heads() -> None:
+    sizes = {name: most_nodes(read_model_config(SHAPES[name])) for name in ("llama-3.1-8b", "deepseek-v3")}
+    assert sizes == {"llama-3.1-8b": 64 // 4, "deepseek-v3": 62}
 
 
 @pytest.mark.parametrize("family", WITH_LATENTS)
