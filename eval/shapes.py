@@ -142,6 +142,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "deepseek-v3": {
         "model_type": "deepseek_v3",
         "vocab_size": 129280,
@@ -182,8 +213,25 @@ SHAPES["tiny-experts"] = SHAPES["tiny"] | {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+SHAPES["tiny-latents"] = SHAPES["tiny"] | {
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 _WITH_PLAIN_BLOCKS = ("llama", "mistral", "qwen2")
 # Those that can be filled with random weights: two norms in a block, separate linears.
 PLAIN_SHAPES = {name: config for name, config in SHAPES.items() if config["model_type"] in _WITH_PLAIN_BLOCKS}
 # The same with experts, which few tools beside the engine can be given at random.
 EXPERT_SHAPES = {name: SHAPES[name] for name in ("qwen3-30b-a3b", "mixtral-8x7b", "tiny-experts")}
+# And with latent attention, beside shared and dense MLPs.
+LATENT_SHAPES = {name: SHAPES[name] for name in ("deepseek-v2-lite", "tiny-latents")}

@@ -68,6 +68,7 @@ def _step(engine: Engine, ids: Tensor, table: Tensor, start: int, count: int) ->
         context_lengths=torch.tensor([end], dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, len(part)], dtype=torch.int32, device=device),
         max_queries=len(part),
+        host_lengths=([0, len(part)], [end]),
     )
     return runner.decoder.hidden_states(batch, runner.cache)
 

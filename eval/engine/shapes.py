@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quantkit.eval.shapes import EXPERT_SHAPES, PLAIN_SHAPES
+from quantkit.arch.sizes import LatentSizes
+from quantkit.eval.shapes import EXPERT_SHAPES, LATENT_SHAPES, PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.fuse import join
@@ -15,13 +16,13 @@ from quantkit.kernels.linear.grouped.weight import GroupedWeight, PackedStack, l
 from quantkit.kernels.linear.op import LinearWeight, prepare
 from quantkit.kernels.linear.weight_only.weight import lay_out
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, rule_of
-from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
+from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
+from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits, more_bytes
 from quantkit.runtime.model.loading import has_routed_kernels
-from quantkit.stages import Stage
+from quantkit.stages import Experts, Stage
 
-SHAPES = PLAIN_SHAPES | EXPERT_SHAPES
+SHAPES = PLAIN_SHAPES | EXPERT_SHAPES | LATENT_SHAPES
 # Activations of a random MLP have no few outlier columns, as trained ones have: with weights twice as large, thousands
 # of tokens would put a value of 6 into every column, and LLM.int8 would compute everything in 16 bit.
 _SPREAD = 0.01
@@ -56,16 +57,16 @@ class RandomWeights:
         config = self._config
         plain = config.vocab * config.hidden * (1 if config.tied else 2) * self._dtype.itemsize
         plain += more_bytes(config, self._dtype, self._head_bits)
-        routers = sum(stages[2].experts.count for stages in config.stages if stages[2].experts)
-        plain += routers * config.hidden * self._dtype.itemsize
-        return plain + sum(self._stored(rows, inputs) for rows, inputs in self._linears())
+        routers = (stage.experts for stages in config.stages for stage in stages if stage.role == "gate_up")
+        plain += sum(one.count * config.hidden * self._router_dtype(one).itemsize for one in routers if one)
+        return plain + sum(self._stored(stage, *shape) for stage, *shape in self._linears())
 
-    def _linears(self) -> Iterator[tuple[int, int]]:
+    def _linears(self) -> Iterator[tuple[Stage, int, int]]:
         for stage in (stage for stages in self._config.stages for stage in stages):
-            yield from ((rows, self._config.inputs(stage)) for rows in self._config.outputs(stage))
+            yield from ((stage, rows, self._config.inputs(stage)) for rows in self._config.outputs(stage))
 
-    def _stored(self, rows: int, inputs: int) -> int:
-        if self._format is None:
+    def _stored(self, stage: Stage, rows: int, inputs: int) -> int:
+        if self._format is None or stage.role == "kv_b":  # which the engine decodes
             return rows * inputs * self._dtype.itemsize
         parts = [part for part in self._format.parts((rows, inputs)).values() if ANY_LENGTH not in part.shape]
         return sum(part.dtype.itemsize * torch.Size(part.shape).numel() for part in parts)
@@ -92,23 +93,47 @@ class RandomWeights:
             output=self._of_stage(by_role["output"]),
             after_attention=None,
             before_mlp=norm,
-            mlp=self._mlp(by_role["gate_up"], by_role["down"]),
+            mlp=self._mlp(by_role),
             after_mlp=None,
+            latent=None if config.latent is None else self._latent(by_role, config.latent),
         )
 
-    def _mlp(self, gate_up: Stage, down: Stage) -> Mlp:
+    def _latent(self, by_role: dict[str, Stage], sizes: LatentSizes) -> LatentProjections:
+        (rows,), q_b = self._config.outputs(by_role["kv_b"]), by_role.get("q_b")
+        return LatentProjections(
+            q_norm=None if sizes.query_rank is None else self._ones(sizes.query_rank),
+            q_b=None if q_b is None else self._of_stage(q_b),
+            kv_norm=self._ones(sizes.rank),
+            up=self._weight(rows, sizes.rank).unflatten(0, (-1, sizes.expanded)),
+            plain=sizes.plain,
+        )
+
+    def _mlp(self, by_role: dict[str, Stage]) -> Mlp:
+        gate_up, down = by_role["gate_up"], by_role["down"]
         experts = gate_up.experts
         if experts is None:
             return DenseMlp(self._of_stage(gate_up), self._of_stage(down))
-        router = Linear((self._random(experts.count, self._config.hidden),))
+        router = Linear((self._random(experts.count, self._config.hidden).to(self._router_dtype(experts)),))
+        beside, routing = (self._shared_expert(by_role), self._correction(experts)), experts.routing
         if has_routed_kernels(self._device) and not any(map(self._why_not_stacked, (gate_up, down))):
-            stacks = self._stack(gate_up), self._stack(down)
-            return GroupedMlp(
-                router, *stacks, rule_of(experts.per_token, experts.routing), self._config.activation, shared=None
-            )
+            stacks, rule = (self._stack(gate_up), self._stack(down)), rule_of(experts.per_token, routing)
+            return GroupedMlp(router, *stacks, rule, self._config.activation, *beside, float32=routing.float32)
         each = zip(gate_up.by_expert, down.by_expert, strict=True)
         mlps = tuple(DenseMlp(*map(self._of_stage, stages)) for stages in each)
-        return ExpertMlp(router, mlps, experts.per_token, experts.routing, shared=None)
+        return ExpertMlp(router, mlps, experts.per_token, routing, *beside)
+
+    def _router_dtype(self, experts: Experts) -> torch.dtype:
+        return torch.float32 if experts.routing.float32 else self._dtype
+
+    def _shared_expert(self, by_role: dict[str, Stage]) -> SharedExpert | None:
+        if "shared_gate_up" not in by_role:
+            return None
+        gate_up, down = by_role["shared_gate_up"], by_role["shared_down"]
+        gate = None if gate_up.gate is None else Linear((self._random(1, self._config.hidden),))
+        return SharedExpert(DenseMlp(self._of_stage(gate_up), self._of_stage(down)), gate)
+
+    def _correction(self, experts: Experts) -> Tensor | None:
+        return None if experts.correction is None else torch.zeros(experts.count, device=self._device)
 
     def _why_not_stacked(self, stage: Stage) -> str | None:
         return why_not([self._format], self._config.inputs(stage))

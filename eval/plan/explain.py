@@ -11,6 +11,7 @@ from quantkit.eval.plan.plan import FormatPlan, ServingPlan, Speed
 from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.roofline import Ceiling
 from quantkit.eval.plan.weights import KEPT_BYTES, UNQUANTIZED
+from quantkit.kernels.attention.latent.pieces import EXPANDED_BYTES, PIECE_ROWS
 
 Line = tuple[str, str]  # (what, formula with numbers)
 
@@ -68,7 +69,12 @@ def _room(plan: ServingPlan, decoder: Decoder, found: FormatPlan) -> Iterator[Li
     width = f"4 x ({config.token_channels:,} + {config.hidden:,} + {attention:,}){routed}"
     decoded = _gb(reserve.decoded)
     yield "CUDA graphs", f"{SEQUENCES} x {width} x 2 x 4 bytes + {decoded} + 64 MiB = {_gb(reserve.graphs)}"
-    yield "engine", f"the sum of these five = {_gb(fit.reserve)}"
+    if config.latent is not None:
+        rows = max(PIECE_ROWS, config.max_positions)
+        made = max(EXPANDED_BYTES, rows * config.latent.expanded * KEPT_BYTES)
+        gathered = f"{rows:,} tokens x {(reserve.expanded - made) // rows:,} bytes of their latents"
+        yield "prompts over latents", f"{gathered} + {_gb(made)} of keys and values = {_gb(reserve.expanded)}"
+    yield "engine", f"the sum of these {'five' if config.latent is None else 'six'} = {_gb(fit.reserve)}"
     yield (
         "memory to use",
         f"{SHARE:g} x {_gb(plan.gpu.memory)} ({plan.gpu.title}, {plan.gpu.source}) = {_gb(fit.available)}",

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from quantkit.eval.plan.gpus import Gpu
 from quantkit.eval.plan.model import Cache, Decoder
 from quantkit.eval.plan.weights import WeightPlan
 from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device.memory import expanded_latent_bytes
 from quantkit.runtime.sampling.sampler import SHAPED_BYTES, TABLE_BYTES
 
 SHARE = EngineOptions.memory_share  # of the GPU's memory
@@ -32,10 +35,11 @@ class Reserve:
     logits: int
     libraries: int
     graphs: int
+    expanded: int = 0  # keys and values that prompts make of latents
 
     @property
     def total(self) -> int:
-        return self.hidden + self.decoded + self.logits + self.libraries + self.graphs
+        return self.hidden + self.decoded + self.logits + self.libraries + self.graphs + self.expanded
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def reserve_of(decoder: Decoder, tensor: int = 1) -> Reserve:
         logits=(_LOGITS_ROWS * logit + SEQUENCES * TABLE_BYTES) * config.vocab,
         libraries=LIBRARIES,
         graphs=SEQUENCES * graph_width * _ACTIVATION * 4 + decoded + (64 << 20),
+        expanded=expanded_latent_bytes(config, torch.bfloat16, None),
     )
 
 

@@ -16,7 +16,8 @@ from quantkit.formats import Format
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.eight_bit.weight import takes
 from quantkit.kernels.linear.op import why_decoded
-from quantkit.runtime.core.options import dtype_on_gpu
+from quantkit.runtime.core.options import EngineOptions, dtype_on_gpu
+from quantkit.runtime.device.build import check_attention
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.model.config import read_model_config
@@ -81,9 +82,11 @@ def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
     known = checkpoint.config.get("model_type") in FAMILIES  # others can still be looked at
     config = read_model_config(checkpoint.config) if known else None
     slow = [] if config is None else slow_experts(config, checkpoint.formats)
-    has_latent = config is not None and config.latent is not None
-    plan = plan_card(card, checkpoint.formats.values(), slow_experts=slow, has_latent=has_latent)
-    weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
+    plan = plan_card(card, checkpoint.formats.values(), slow_experts=slow)
+    dtype = dtype_on_gpu(checkpoint.dtype)
+    if config is not None and config.latent is not None:
+        check_attention(config, EngineOptions().page_size, dtype)
+    weights = weight_bytes(checkpoint, dtype)
     return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
 
 

@@ -107,15 +107,16 @@ def sink_scores(sinks, head, steep, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(starts, slot, sequences, QUERIES: tl.constexpr, CHUNK: tl.constexpr):
+def find_sequence(starts, slot, sequences, QUERIES: tl.constexpr, CHUNK: tl.constexpr, ROWS_OF_TOKEN: tl.constexpr = 1):
     """The sequence whose query tiles include number `slot`, where sequence s owns starts[s] // QUERIES + s and up.
 
     That numbering leaves each sequence room for all its tiles whatever its length, so a grid of
-    tokens // QUERIES + sequences programs needs no lengths on the host.
+    tokens // QUERIES + sequences programs needs no lengths on the host. Where a token has several rows, QUERIES counts
+    rows.
     """
     before = 0
     for base in range(0, sequences, CHUNK):
         numbers = base + tl.arange(0, CHUNK)
         first = tl.load(starts + numbers, mask=numbers < sequences, other=0)
-        before += tl.sum(((first // QUERIES + numbers <= slot) & (numbers < sequences)).to(tl.int32))
+        before += tl.sum(((first * ROWS_OF_TOKEN // QUERIES + numbers <= slot) & (numbers < sequences)).to(tl.int32))
     return before - 1

@@ -45,6 +45,18 @@ class LatentSizes:
         """Of one token in a cache."""
         return self.rank + self.rope
 
+    @property
+    def expanded(self) -> int:
+        """What a head's key and value, made of a latent, have together."""
+        return self.plain + self.value
+
+    @property
+    def most_absorbed(self) -> float:
+        """New tokens of a sequence up to which meeting latents takes fewer products than making keys and values of all
+        of its context: rank x expanded for a token of that, against 2 rank - expanded more for each pair."""
+        saved = 2 * self.rank - self.expanded
+        return self.rank * self.expanded / saved if saved > 0 else float("inf")
+
 
 def latent_sizes(config: Config) -> LatentSizes:
     """As config.json has them, or as transformers takes them where it is silent."""

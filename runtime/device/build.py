@@ -75,7 +75,10 @@ def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
     if options.torch_device.type != "cuda":
         return None
     from quantkit.kernels.attention.attend import make_scratch
+    from quantkit.kernels.attention.latent.attend import make_latent_scratch
 
+    if config.latent is not None:
+        return make_latent_scratch(options.torch_device, config.latent.rank)
     return make_scratch(
         options.torch_device,
         sequences=options.sequences + 1,  # prompts have one more in their graphs
@@ -95,11 +98,22 @@ def check_kernels(
     """
     if options.torch_device.type != "cuda":
         return None
-    from quantkit.kernels.attention.cache import CacheLayout
     from quantkit.kernels.card import card_of
 
     formats = formats or {}
-    card, latent, slow = card_of(options.torch_device), config.latent is not None, slow_experts(config, formats)
-    plan = plan_card(card, formats.values(), options.kv_dtype, slow_experts=slow, has_latent=latent)
-    CacheLayout(2, config.kv_heads, options.page_size, config.head_dim, KV_DTYPES[options.kv_dtype] or dtype)
+    slow = slow_experts(config, formats)
+    plan = plan_card(card_of(options.torch_device), formats.values(), options.kv_dtype, slow_experts=slow)
+    check_attention(config, options.page_size, KV_DTYPES[options.kv_dtype] or dtype)
     return plan
+
+
+def check_attention(config: ModelConfig, page_size: int, kept: torch.dtype) -> None:
+    """Refuses sizes that kernels of attention do not take, over a cache of this dtype."""
+    from quantkit.kernels.attention.cache import CacheLayout
+    from quantkit.kernels.attention.latent.limits import check_heads, check_latents
+
+    if config.latent is None:
+        CacheLayout(2, config.kv_heads, page_size, config.head_dim, kept)
+        return
+    check_latents("latent attention", config.latent.rank, config.latent.rope, page_size)
+    check_heads("latent attention", config.latent.plain, config.latent.value)

@@ -44,18 +44,11 @@ def plan_card(
     kv_dtype: str = "auto",
     *,
     slow_experts: Iterable[str] = (),
-    has_latent: bool = False,
 ) -> CardPlan:
     """Refuses what a GPU cannot do, in a line that says what to do instead.
 
-    `formats`: one for each quantized layer; `slow_experts`: why experts run without routed kernels; `has_latent`:
-    whether the model's attention is latent.
+    `formats`: one for each quantized layer; `slow_experts`: why experts run without routed kernels.
     """
-    if has_latent:
-        raise InputError(
-            "the model has latent attention, which quantkit has no GPU kernels for yet; use --device cpu, or another "
-            "engine"
-        )
     has = f"{card.name} has compute capability {card.capability[0]}.{card.capability[1]}"
     if not card.has_bfloat16:
         raise InputError(f"{has}, but quantkit's kernels need 8.0 (Ampere) or newer; use --device cpu, or a newer GPU")

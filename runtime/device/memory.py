@@ -9,6 +9,7 @@ import torch
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
+from quantkit.kernels.attention.latent.pieces import scratch_bytes
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.device.decode_graphs import padded_guesses
 from quantkit.runtime.device.host_pages import DEVICE_BYTES, room_for
@@ -175,7 +176,18 @@ def _activation_bytes(
     on_gpu = options.torch_device.type == "cuda"
     libraries = _LIBRARIES if on_gpu else 0
     travelling = DEVICE_BYTES if on_gpu and options.swap_gib else 0
-    return hidden + decoded + libraries + travelling + _logits_bytes(config.vocab, dtype, options, draft is not None)
+    drafted = draft is not None
+    expanded = max(expanded_latent_bytes(one, dtype, options.max_context) for one in (config, draft or config))
+    fixed = decoded + libraries + travelling + (expanded if on_gpu else 0)
+    return hidden + fixed + _logits_bytes(config.vocab, dtype, options, drafted)
+
+
+def expanded_latent_bytes(config: ModelConfig, dtype: torch.dtype, max_context: int | None) -> int:
+    """Of keys and values that prompts make of latents on a GPU, and of what they are made from."""
+    if config.latent is None:
+        return 0
+    context = min(max_context or config.max_positions, config.max_positions)
+    return scratch_bytes(config.latent.expanded, config.latent.kept, dtype.itemsize, context)
 
 
 def _logits_bytes(vocab: int, dtype: torch.dtype, options: EngineOptions, drafted: bool) -> int:

@@ -120,6 +120,7 @@ class ModelPart:
             query_starts=tensors.starts.int(),
             max_queries=inputs.max_queries,
             ancestors=tensors.ancestors if inputs.ancestors else None,
+            host_lengths=(inputs.starts, inputs.contexts),
         )
         return batch, tensors.logits_rows, tensors.owner_rows
 

@@ -55,7 +55,11 @@ class PromptGraphs:
         return sorted((PromptKey(tokens, count) for tokens in TOKENS for count in self._sequences), reverse=True)
 
     def takes(self, inputs: StepInputs) -> bool:
-        return not inputs.ancestors and 0 < len(inputs.ids) <= MOST_TOKENS
+        """Not pieces whose latents are expanded: how many of these there are changes from step to step."""
+        if inputs.ancestors or not 0 < len(inputs.ids) <= MOST_TOKENS:
+            return False
+        latent = self._decoder.config.latent
+        return latent is None or inputs.max_queries <= latent.most_absorbed
 
     def run(self, inputs: StepInputs) -> tuple[Tensor, LogitsRows]:
         """What comes behind all tokens, valid until the next step, and of the rows behind which a token is sampled."""

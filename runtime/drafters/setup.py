@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
+from quantkit.kernels.attention.decode_plan import MOST_NODES
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.device.runner import Runner
@@ -76,9 +77,8 @@ def make_speculation(
     seconds = runner.graphs.seconds if runner.graphs is not None else None
     if heads is not None:
         runner.keeps_hidden = True
-        config = runner.decoder.config
-        rows = _TREE_ROWS // (config.heads // config.kv_heads)
-        guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, min(asked.most, rows - 1))
+        most = min(asked.most, most_nodes(runner.decoder.config) - 1)
+        guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, most)
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
         policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
         return Speculation(guesser, policy, device=guesser, tree=guesser.tree, overlaps=options.overlaps)
@@ -95,6 +95,11 @@ def make_speculation(
     costs = Costs(seconds, draft_share=0.0)
     policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
     return Speculation(NgramDrafter(), policy, overlaps=options.overlaps)
+
+
+def most_nodes(config: ModelConfig) -> int:
+    """New tokens of a sequence that attention takes as a tree. Over latents heads are cut into blocks, too."""
+    return MOST_NODES if config.latent is not None else _TREE_ROWS // (config.heads // config.kv_heads)
 
 
 def check_draft_context(draft: DraftModel | None, max_context: int) -> None:

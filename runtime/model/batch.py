@@ -19,6 +19,8 @@ class Batch:
     query_starts: Tensor  # int32 [sequences + 1]
     max_queries: int  # no sequence has more new tokens
     ancestors: Tensor | None = None  # int64 [tokens], where new tokens are trees: see `kernels/attention/attend.py`
+    host_lengths: tuple[list[int], list[int]] | None = None  # query_starts and context_lengths, where the host knows
+    # them: not in a graph, which is replayed with others
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from quantkit.arch.family import LATENT_EPS
-from quantkit.kernels.reference import latent
+from quantkit.runtime.model import latent_attention
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.latent_attention import LatentStep, divide_step
 from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Weights
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.model.ranks import Ranks
@@ -69,10 +70,13 @@ class Decoder:
         ops, config, blocks = self._ops, self.config, self.weights.blocks
         residual = self.embeddings(batch.ids, config.embedding_scale) if received is None else received
         x: Tensor = ops.rms_norm(residual, blocks[0].before_attention, config.norm_eps, plus_one=config.plus_one)
+        latent_step = None if config.latent is None else divide_step(batch, cache, config.latent, ops)
         following = [*(block.before_attention for block in blocks[1:]), self.weights.norm]
         for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
-            attention = self._attention if block.latent is None else self._latent_attention
-            x = attention(layer, block, x, batch, cache)
+            if latent_step is None:
+                x = self._attention(layer, block, x, batch, cache)
+            else:
+                x = self._latent_attention(layer, block, x, batch, cache, latent_step)
             x = self._add(x, block.after_attention, residual, block.before_mlp)
             x = block.mlp(x, self._dense_mlp)
             x = self._add(x, block.after_mlp, residual, next_norm)
@@ -142,39 +146,42 @@ class Decoder:
         )
         return self._whole(block.output, attended.flatten(1))
 
-    def _latent_attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
+    def _latent_attention(
+        self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache, step: LatentStep
+    ) -> Tensor:
         sizes, own = self.config.latent, block.latent
         assert sizes is not None
         assert own is not None
         q, kept = block.qkv(x).split((block.qkv.outputs - sizes.kept, sizes.kept), dim=1)
         if own.q_b is not None:
             q = own.q_b(self._ops.rms_norm(q, own.q_norm, LATENT_EPS))
-        latents, turning = kept.split((sizes.rank, sizes.rope), dim=1)
-        kept = torch.cat((self._ops.rms_norm(latents, own.kv_norm, LATENT_EPS), turning), dim=1)
+        plain, turning = q.unflatten(1, (-1, sizes.query)).split((sizes.plain, sizes.rope), dim=2)
         table, pages = self._tables[layer], cache.pages[layer, 0]
-        q = latent.rotate_latent(
-            q.unflatten(1, (-1, sizes.query)),
+        turned = self._ops.rotate_latent(
+            turning,
             kept,
+            own.kv_norm,
             batch.positions,
             table.cos,
             table.sin,
             batch.kv_slots,
             pages,
+            eps=LATENT_EPS,
             interleaved=sizes.interleaved,
             scales=cache.scale,
         )
-        attended = latent.attend_latents(
-            latent.into_latents(q, own.key_up),
+        attended = latent_attention.attend(
+            step,
+            plain,
+            turned,
             pages,
-            batch.page_table,
-            batch.context_lengths,
-            batch.query_starts,
-            rank=sizes.rank,
+            own,
+            self._ops,
             scale=self.config.attention_scale,
             cache_scale=cache.scale,
-            ancestors=batch.ancestors,
+            scratch=self._scratch,
         )
-        return self._whole(block.output, latent.out_of_latents(attended, own.value_up).flatten(1))
+        return self._whole(block.output, attended.flatten(1))
 
     def _dense_mlp(self, mlp: DenseMlp, x: Tensor) -> Tensor:
         gate_up = mlp.gate_up(x)

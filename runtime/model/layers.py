@@ -91,8 +91,16 @@ class LatentProjections:
     q_norm: Tensor | None  # with `q_b`, where queries are made from a latent
     q_b: Linear | None
     kv_norm: Tensor
-    key_up: Tensor  # [heads, plain, rank]: kv_b decoded, because it is multiplied from both sides
-    value_up: Tensor  # [heads, value, rank]
+    up: Tensor  # [heads, plain + value, rank]: kv_b decoded, because it is multiplied from both sides
+    plain: int  # of a head's key, what does not turn
+
+    @property
+    def key_up(self) -> Tensor:
+        return self.up[:, : self.plain]
+
+    @property
+    def value_up(self) -> Tensor:
+        return self.up[:, self.plain :]
 
 
 @dataclass(frozen=True)

@@ -106,13 +106,12 @@ class _BlockReader:
     def _latent(self, sizes: LatentSizes) -> LatentProjections:
         kv_b, q_b = self._stages["kv_b"], self._stages.get("q_b")
         up = self.reader.decoded(self._full(kv_b.names[0]), self.reader.config.outputs(kv_b)[0], sizes.rank)
-        key_up, value_up = up.unflatten(0, (-1, sizes.plain + sizes.value)).split((sizes.plain, sizes.value), dim=1)
         return LatentProjections(
             q_norm=None if q_b is None else self._norm("self_attn.q_a_layernorm", sizes.query_rank),
             q_b=None if q_b is None else self._linear(q_b),
             kv_norm=self._norm("self_attn.kv_a_layernorm", sizes.rank),
-            key_up=key_up,
-            value_up=value_up,
+            up=up.unflatten(0, (-1, sizes.expanded)),
+            plain=sizes.plain,
         )
 
     @cached_property

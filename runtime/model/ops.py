@@ -29,6 +29,9 @@ class Ops:
     embed: Op
     rotate_and_cache: Op
     attend: Op
+    rotate_latent: Op
+    attend_latents: Op
+    attend_expanded: Op | None  # None: latents are never expanded
     greedy: Op
     sample: Op
 
@@ -54,10 +57,13 @@ def _import_triton() -> None:
 
 
 def _plain() -> Ops:
-    from quantkit.kernels.reference import attention, elementwise, sampling
+    from quantkit.kernels.reference import attention, elementwise, latent, sampling
 
     def attend(q: Tensor, *cache_and_batch: Tensor, max_queries: int, scratch: None = None, **options: Any) -> Tensor:
         return attention.attend(q, *cache_and_batch, **options).to(q.dtype)
+
+    def attend_latents(*tensors: Tensor, max_queries: int, scratch: None = None, **options: Any) -> Tensor:
+        return latent.attend_latents(*tensors, **options)
 
     return Ops(
         rms_norm=elementwise.rms_norm,
@@ -66,6 +72,9 @@ def _plain() -> Ops:
         embed=elementwise.embed,
         rotate_and_cache=elementwise.rotate_and_cache,
         attend=attend,
+        rotate_latent=latent.rotate_latent,
+        attend_latents=attend_latents,
+        attend_expanded=None,
         greedy=sampling.greedy,
         sample=sampling.sample,
     )
@@ -74,10 +83,25 @@ def _plain() -> Ops:
 def _triton() -> Ops:
     from quantkit.kernels.activation import gated_activation
     from quantkit.kernels.attention.attend import attend
+    from quantkit.kernels.attention.latent.attend import attend_latents
+    from quantkit.kernels.attention.latent.expanded import attend_expanded
+    from quantkit.kernels.attention.latent.rotate import rotate_latent
     from quantkit.kernels.embedding import embed
     from quantkit.kernels.norm import add_rms_norm, rms_norm
     from quantkit.kernels.rotary import rotate_and_cache
     from quantkit.kernels.sampling.greedy import greedy
     from quantkit.kernels.sampling.sample import sample
 
-    return Ops(rms_norm, add_rms_norm, gated_activation, embed, rotate_and_cache, attend, greedy, sample)
+    return Ops(
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        gated_activation=gated_activation,
+        embed=embed,
+        rotate_and_cache=rotate_and_cache,
+        attend=attend,
+        rotate_latent=rotate_latent,
+        attend_latents=attend_latents,
+        attend_expanded=attend_expanded,
+        greedy=greedy,
+        sample=sample,
+    )

@@ -61,4 +61,5 @@ def batch_from_lists(lists: Lists, device: torch.device) -> Batch:
         query_starts=numbers(starts, torch.int32),
         max_queries=max_queries,
         ancestors=numbers(ancestors) if ancestors else None,
+        host_lengths=(starts, contexts),
     )

@@ -83,6 +83,8 @@ def test_formulas_have_their_numbers(run_cli: Cli) -> None:
         assert words in out, words
     latent = run_cli("plan", "deepseek-v3", "--explain", *H200, "-r", "nf4")[1]
     assert "61 layers x 576 x 2 bytes = 70,272 bytes" in latent
+    assert "163,840 tokens x 1,776 bytes of their latents + 0.134 GB of keys and values = 0.425 GB" in latent
+    assert "the sum of these six" in latent
     assert "4 x 69,632 x 249,856" in latent  # 128 heads x (576 + 512) / 2
 
 

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from quantkit.eval.engine import shapes
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
+from quantkit.eval.engine.start import start_shape
 from quantkit.eval.kernels.cases import FORMATS
 from quantkit.kernels.linear.op import linear
+from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp
-from quantkit.runtime.model.layers import Weights
+from quantkit.runtime.model.layers import DenseMlp, Weights
 from quantkit.runtime.parallel.rank_memory import resident_bytes
 
 
@@ -48,9 +50,33 @@ def test_experts(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
             assert block.mlp.share_of_token == 0.5
 
 
-def test_bytes_are_those_of_what_is_made() -> None:
-    random = RandomWeights(read_model_config(SHAPES["tiny-experts"]), None, torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize("name", [None, "w4"])
+def test_latents(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes keys and values is never quantized; a dense layer, then one with a shared expert."""
+    for stacked in (False, True):
+        monkeypatch.setattr(shapes, "has_routed_kernels", lambda device, stacked=stacked: stacked)
+        dense, routed = _weights(name, False, "tiny-latents").blocks
+        assert isinstance(dense.mlp, DenseMlp)
+        assert isinstance(routed.mlp, GroupedMlp if stacked else ExpertMlp)
+        assert routed.mlp.shared is not None
+        assert routed.mlp.correction is not None
+        assert routed.latent is not None
+        assert (routed.latent.key_up.shape, routed.latent.value_up.shape) == ((4, 32, 128), (4, 32, 128))
+        assert routed.latent.q_b is not None
+        assert routed.latent.q_b.outputs == 4 * 48
+
+
+def test_an_engine_of_latents_answers() -> None:
+    options = EngineOptions(device="cpu", max_context=64, kv_tokens=128, max_sequences=2)
+    engine, _ = start_shape("tiny-latents", None, options, first=True)
+    assert engine.runner.cache.pages.shape[-1] == 128 + 16
+
+
+@pytest.mark.parametrize("shape", ["tiny-experts", "tiny-latents"])
+def test_bytes_are_those_of_what_is_made(shape: str) -> None:
+    random = RandomWeights(read_model_config(SHAPES[shape]), None, torch.float32, torch.device("cpu"))
     norms = 2 * (256 + 64) * 4 + 256 * 4  # which two layers share where they are alike, and the last one
+    norms += 2 * 2 * 128 * 4 + 4 * 4 if shape == "tiny-latents" else 0  # of latents, and a correction
     assert 0 <= resident_bytes(random.load()) - random.nbytes() <= norms
 
 

@@ -18,11 +18,8 @@ from torch import Tensor
 import quantkit
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, StorageError
-from quantkit.eval.plan.on_gpu import look_on_gpu
-from quantkit.kernels.card import KNOWN
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.device.card_plan import plan_card
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.config import read_model_config
@@ -169,14 +166,7 @@ def test_wrong_checkpoints(name: str, family_model: FamilyModel, tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
-def test_gpus_and_tensor_ranks_refuse_in_one_line(family_model: FamilyModel) -> None:
-    message = (
-        r"^the model has latent attention, which quantkit has no GPU kernels for yet; use --device cpu, or another"
-    )
-    with pytest.raises(InputError, match=message):
-        plan_card(KNOWN["sm_90"], (), has_latent=True)
-    with pytest.raises(InputError, match=message):
-        look_on_gpu(family_model("deepseek_v2"), "h100")
+def test_tensor_ranks_refuse_in_one_line(family_model: FamilyModel) -> None:
     config = read_model_config(Checkpoint(family_model("deepseek_v2")).config)
     with pytest.raises(InputError, match=r"tensor parallel is 2, but .*'deepseek_v2' has latent attention.*--pipeline"):
         check_parallel(config, None, Ranks(2))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from quantkit.kernels.attention.attend import attend
 from quantkit.kernels.attention.latent.attend import attend_latents
+from quantkit.kernels.attention.latent.expanded import attend_expanded
+from quantkit.kernels.attention.latent.pieces import PromptPieces
+from quantkit.kernels.attention.latent.rotate import rotate_latent
 
 _KV_HEADS = 2
-_RANK, _ROPE, _LATENT_HEADS = 512, 64, 16  # of DeepSeek's smallest; larger ones have more heads
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,54 @@ def launch_attention(
     )
 
 
+@dataclass(frozen=True)
+class Latents:
+    heads: int = 16  # of DeepSeek's smallest; larger ones have 128
+    cache_dtype: torch.dtype | None = None  # None: that of the queries
+    rank: int = 512
+    rope: int = 64
+    head: int = 128  # numbers of a key that do not turn, and of a value
+    pages: int = 64
+
+
+def _latent_inputs(latents: Latents, tokens: int, dtype: torch.dtype, width: int) -> tuple[Tensor, ...]:
+    """Queries of `width` numbers, their turned part, the cache."""
+    queries = (empty(tokens, latents.heads, size, dtype=dtype) for size in (width, latents.rope))
+    return *queries, empty(latents.pages, 1, 16, latents.rank + latents.rope, dtype=latents.cache_dtype or dtype)
+
+
 def launch_latents(
-    new: Sequence[int], kept: torch.dtype | None, splits: int, dtype: torch.dtype, *, ancestors: bool = False
+    new: Sequence[int], latents: Latents, splits: int | None, dtype: torch.dtype, *, ancestors: bool = False
 ) -> None:
-    """The same over a cache of latents; `kept` is its dtype where that is another."""
+    """The same over a cache of latents, in absorbed form."""
     sequences, tokens = len(new), sum(new)
     attend_latents(
-        empty(tokens, _LATENT_HEADS, _RANK + _ROPE, dtype=dtype),
-        empty(64, 1, 16, _RANK + _ROPE, dtype=kept or dtype),
+        *_latent_inputs(latents, tokens, dtype, latents.rank),
         empty(sequences, 32, dtype=torch.int32),
         empty(sequences, dtype=torch.int32),
         empty(sequences + 1, dtype=torch.int32),
-        rank=_RANK,
         scale=0.1,
         max_queries=max(new),
-        cache_scale=empty(1, dtype=torch.float32) if kept else None,
+        cache_scale=empty(1, dtype=torch.float32) if latents.cache_dtype else None,
         ancestors=empty(tokens, dtype=torch.int64) if ancestors else None,
         splits=splits,
     )
+
+
+def launch_expanded(latents: Latents, dtype: torch.dtype, new: int = 300) -> None:
+    """Two pieces of prompts over latents, in expanded form."""
+    q, turned, cache = _latent_inputs(latents, new, dtype, latents.head)
+    firsts, starts = empty(2, dtype=torch.int32), empty(3, dtype=torch.int32)
+    pieces = PromptPieces(new, new + 100, empty(new + 100, dtype=torch.int64), firsts, starts, starts)
+    up = empty(latents.heads, 2 * latents.head, latents.rank, dtype=dtype)
+    scale = empty(1, dtype=torch.float32) if latents.cache_dtype else None
+    attend_expanded(q, turned, cache, up, pieces, torch.empty_like(q), scale=0.1, cache_scale=scale)
+
+
+def launch_rotate(latents: Latents, interleaved: bool, dtype: torch.dtype, tokens: int = 3) -> None:
+    _, q, cache = _latent_inputs(latents, tokens, dtype, 1)
+    at = empty(tokens, dtype=torch.int64)
+    table = empty(32, latents.rope // 2, dtype=torch.float32)
+    scales = empty(1, dtype=torch.float32) if latents.cache_dtype else None
+    kept, norm = empty(tokens, latents.rank + latents.rope, dtype=dtype), empty(latents.rank, dtype=dtype)
+    rotate_latent(q, kept, norm, at, table, table, at, cache, eps=1e-6, interleaved=interleaved, scales=scales)

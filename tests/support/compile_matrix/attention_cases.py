@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compile_matrix.attention_batch import Heads, launch_attention, launch_latents
+import torch
+
+from compile_matrix.attention_batch import (
+    Heads,
+    Latents,
+    launch_attention,
+    launch_expanded,
+    launch_latents,
+    launch_rotate,
+)
 from compile_matrix.case import FLOAT8, Case
 from pairwise import cover
 from quantkit.kernels.card import Card
@@ -26,10 +35,25 @@ def attention_cases(card: Card) -> Iterator[Case]:
         launch = lambda dtype, new=new, heads=heads, how=special: launch_attention(new, heads, dtype, **how)  # noqa: E731
         yield Case(name, launch)
     yield Case("attention of trees", lambda dtype: launch_attention([9, 9], Heads(), dtype, ancestors=True))
-    for kept, splits in cover(caches, (1, 4)):
-        launch = lambda dtype, kept=kept, splits=splits: launch_latents([3, 1], kept, splits, dtype)  # noqa: E731
-        yield Case(f"latents {kept or 'half'} in {splits}", launch)
-    yield Case("latents of trees", lambda dtype: launch_latents([9, 9], None, 1, dtype, ancestors=True))
+    yield from _latent_cases(caches)
     for new in _NEW[:2]:
         launch = lambda dtype, new=new: launch_attention(new, Heads(), dtype, pages=_MANY_PAGES)  # noqa: E731
         yield Case(f"attention over a large cache {new}", launch)
+
+
+def _latent_cases(caches: tuple[torch.dtype | None, ...]) -> Iterator[Case]:
+    """Answers and guesses, pieces of prompts, what comes before both; of models with 16 and with 128 heads."""
+    for heads, kept, splits, new in cover((16, 128), caches, (1, 4), ([1, 1, 1], [3, 3], [30, 1])):
+        latents = Latents(heads, kept)
+        launch = lambda dtype, new=new, how=(latents, splits): launch_latents(new, *how, dtype)  # noqa: E731
+        yield Case(f"latents {heads} x {kept or 'half'} {new} in {splits}", launch)
+    large = Latents(pages=2**31 // (16 * 576) + 1)
+    yield Case("latents over a large cache", lambda dtype: launch_latents([1, 1, 1], large, 1, dtype))
+    yield Case("latents of trees", lambda dtype: launch_latents([9, 9], Latents(), 1, dtype, ancestors=True))
+    for kept in caches:
+        yield Case(
+            f"latents expanded {kept or 'half'}", lambda dtype, kept=kept: launch_expanded(Latents(16, kept), dtype)
+        )
+        for order in (True, False):
+            launch = lambda dtype, kept=kept, order=order: launch_rotate(Latents(16, kept), order, dtype)  # noqa: E731
+            yield Case(f"latents kept {kept or 'half'} {'interleaved' if order else 'in halves'}", launch)

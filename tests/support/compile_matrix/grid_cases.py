@@ -10,7 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compile_matrix.attention_batch import Heads, launch_attention
+from compile_matrix.attention_batch import (
+    Heads,
+    Latents,
+    launch_attention,
+    launch_expanded,
+    launch_latents,
+    launch_rotate,
+)
 from compile_matrix.case import Case
 from compile_matrix.weights import served_on, shapes_of_weight
 from quantkit.kernels.activation import gated_activation
@@ -38,6 +45,9 @@ def grid_cases(card: Card) -> Iterator[Case]:
         name = "grid of attention, {} sequences of {} new tokens and {} pages".format(*batch)
         launch = lambda dtype, batch=batch: _attend(*batch, dtype)  # noqa: E731
         yield Case(name, launch, grid_only=True)
+    for sequences, new, _ in _BATCHES:
+        launch = lambda dtype, new=[new] * sequences: _attend_latents(new, dtype)  # noqa: E731
+        yield Case(f"grid of latents, {sequences} sequences of {new} new tokens", launch, grid_only=True)
     for name, launch in {"rotary": _rotate, "small kernels": _small, "sample": _sample}.items():
         yield Case(f"grid of {name} for {_MANY}", launch, grid_only=True)
 
@@ -53,6 +63,13 @@ def _linear(name: str, outputs: int, tokens: int, card: Card, dtype: torch.dtype
 
 def _attend(sequences: int, new: int, pages: int, dtype: torch.dtype) -> None:
     launch_attention([new] * sequences, Heads(), dtype, table=pages)
+
+
+def _attend_latents(new: list[int], dtype: torch.dtype) -> None:
+    latents = Latents(heads=128)
+    launch_rotate(latents, True, dtype, tokens=sum(new))
+    launch_latents(new, latents, None, dtype)
+    launch_expanded(latents, dtype, new=sum(new))
 
 
 def _rotate(dtype: torch.dtype) -> None:
