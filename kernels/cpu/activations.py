@@ -1,11 +1,11 @@
-"""Activations as whole numbers, block by block: `x = scale * (256 * first + second)`, or `scale * first` of one digit.
+"""Activations as whole numbers with one scale a block: `x = scale * (256 * first + second)`, in one to three digits.
 
-One digit of 8 bits is what other programs for CPUs multiply with. Two lose as much as rounding to float16 would; where
-reading the weight takes longer than multiplying, they cost nothing.
+One digit of 8 bits is what other programs for CPUs multiply with. Two lose less than rounding to 16 bits does, three as
+little as float32 itself; where reading the weight takes longer than multiplying, they cost little.
 
-    first, second  int8 [tokens, inputs]           inputs padded to whole blocks with zeros
-    scales         float32 [tokens, blocks]
-    sums           int32 [digits, tokens, blocks]  of each digit, for zero points
+    values  int8 [digits, tokens, inputs]   inputs padded to whole blocks with zeros
+    scales  float32 [tokens, blocks]        of the last digit
+    sums    int32 [digits, tokens, blocks]  of each digit, for zero points
 
 What is not finite makes its block's scale so, and with it every result that reads the block.
 """
@@ -24,12 +24,12 @@ from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
 from quantkit.kernels.cpu.pool import Pool
 
 _LANES = 16
-_LARGEST = {1: 127.0, 2: 127.0 * 256 + 127}
+_LARGEST = {1: 127.0, 2: 127.0 * 256, 3: 127.0 * 256 * 256}  # what is rounded up from there still fits
 
 
 @dataclass(frozen=True)
 class Digits:
-    values: Tensor  # int8 [digits, tokens, inputs]
+    values: Tensor
     scales: Tensor
     sums: Tensor
     block: int
@@ -45,9 +45,8 @@ def in_digits(pool: Pool, x: Tensor, digits: int, block: int, tokens: int, input
         fill(digits, tokens, blocks, dtype=torch.int32),
         block,
     )
-    values, sums = held.values, held.sums
-    arguments = [x.data_ptr(), x.stride(0), x.shape[1], values.data_ptr(), values[-1].data_ptr(), inputs]
-    arguments += [held.scales.data_ptr(), sums.data_ptr(), sums[-1].data_ptr(), blocks]
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], held.values.data_ptr(), tokens, inputs]
+    arguments += [held.scales.data_ptr(), held.sums.data_ptr(), blocks]
     pool.run(_kernel(x.dtype, digits, block), arguments, x.shape[0])
     return held
 
@@ -60,8 +59,8 @@ def _kernel(dtype: torch.dtype, digits: int, block: int) -> int:
 def _round_tokens(
     code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, digits: int, block: int
 ) -> None:
-    x, stride, inputs, high, low, padded, scales, high_sums, low_sums, blocks = (
-        code.load(I64, arguments, place) for place in range(10)
+    x, stride, inputs, values, tokens, padded, scales, all_sums, blocks = (
+        code.load(I64, arguments, place) for place in range(9)
     )
     with code.loop(first, last) as token, code.loop(0, blocks) as number:
         row, start, at = x + token * stride * dtype.itemsize, number * block, token * blocks + number
@@ -73,9 +72,9 @@ def _round_tokens(
             whole = code.of_each("rint", part * factor.splat(_LANES)).to(I32)
             for place, digit in enumerate(_cut(whole, digits)):
                 sums[place] = sums[place] + digit
-                code.store(digit.to(I8), (high, low)[place], token * padded + start + offset)
+                code.store(digit.to(I8), values, (tokens * place + token) * padded + start + offset)
         for place, total in enumerate(sums):
-            code.store(code.over_lanes("add", total), (high_sums, low_sums)[place], at)
+            code.store(code.over_lanes("add", total), all_sums, tokens * blocks * place + at)
 
 
 def _load(code: Code, dtype: torch.dtype, row: Value, place: Value, inputs: Value) -> Value:
@@ -100,8 +99,10 @@ def _scale(code: Code, parts: list[Value], largest: float) -> tuple[Value, Value
 
 
 def _cut(whole: Value, digits: int) -> list[Value]:
-    """The nearest multiple of 256, and what is left."""
-    if digits == 1:
-        return [whole]
-    first = (whole + 128).signed_shift(8)
-    return [first, whole - (first << 8)]
+    """From the first on; each is the nearest to what it and those behind it say."""
+    cut: list[Value] = []
+    for _ in range(digits - 1):
+        rest = (whole + 128).signed_shift(8)
+        cut.append(whole - (rest << 8))
+        whole = rest
+    return [whole, *reversed(cut)]

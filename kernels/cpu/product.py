@@ -3,8 +3,8 @@
 
 A thread has 16 outputs at a time. It reads their codes for 32 inputs, makes bytes of them, multiplies those with the
 same inputs of several tokens, and goes on; at the end of a block sums of whole numbers become floats. Where x or the
-values of a table have two digits, products of digits are added in two sums, the first of which counts 256 times; that
-of both second digits is left out, since it is smaller than what rounding has lost.
+values of a table have several digits, products of digits that count the same are added in one sum. There are as many
+sums as the longer of both has digits: products that count less than the last are smaller than what rounding has lost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ class Arguments(NamedTuple):
     codes: int
     scales: int
     zeros: int
-    x_first: int
-    x_second: int
+    x: int
+    x_tokens: int  # that x has room for, which is where its next digit begins
     x_scales: int
-    first_sums: int
-    second_sums: int
+    x_sums: int
     bias: int  # 0: none
     y: int
     tokens: int
@@ -48,11 +47,10 @@ class Held(NamedTuple):
     codes: Value
     scales: Value
     zeros: Value
-    x_first: Value
-    x_second: Value
+    x: Value
+    x_tokens: Value
     x_scales: Value
-    first_sums: Value
-    second_sums: Value
+    x_sums: Value
     bias: Value
     y: Value
     tokens: Value
@@ -72,6 +70,16 @@ class Kind(NamedTuple):
     tokens: int  # at a time
     dtype: torch.dtype  # of y and bias
     scales: torch.dtype
+
+    @property
+    def sums(self) -> int:
+        return max(self.digits, self.codes.used(self.digits))
+
+    @property
+    def unit(self) -> float:
+        """What the last sum counts, beside scales."""
+        used = self.codes.used(self.digits)
+        return self.codes.unit(used) * 256.0 ** (used + self.digits - 1 - self.sums)
 
 
 @cache
@@ -120,33 +128,43 @@ def _add_block(
     zeros: Value | None,
     sums: list[Variable],
 ) -> None:
-    offsets = [zeros if zeros is not None else offset for offset in kind.codes.offsets(code.processor)]
+    offsets = [zeros if zeros is not None else offset for offset in kind.codes.offsets(code.processor, kind.digits)]
     blocks = held.groups * held.blocks
     whole = []
     for number in range(kind.tokens):
         at = (token + number) * blocks + block
-        digit_sums = [code.load(I32, address, at) for address in (held.first_sums, held.second_sums)[: kind.digits]]
-        whole.append([code.variable(start) for start in _starts(code, offsets, digit_sums)])
+        digit_sums = [code.load(I32, held.x_sums, held.x_tokens * blocks * digit + at) for digit in range(kind.digits)]
+        whole.append([code.variable(start) for start in _starts(code, kind, offsets, digit_sums)])
     with code.loop(0, kind.block, kind.codes.step) as start:
         quads = _quads(code, kind, codes.get())
         codes.set(codes.get() + kind.codes.step * ROWS * kind.codes.bits // 8)
         for number in range(kind.tokens):
-            place = (token + number) * held.inputs + block * kind.block + start
-            addresses = (held.x_first, held.x_second)[: kind.digits]
-            x = [code.load(I8.x(kind.codes.step), at, place).view(I32.x(kind.codes.step // 4)) for at in addresses]
+            x = []
+            for digit in range(kind.digits):
+                place = (held.x_tokens * digit + token + number) * held.inputs + block * kind.block + start
+                x.append(code.load(I8.x(kind.codes.step), held.x, place).view(I32.x(kind.codes.step // 4)))
             for quad, values in enumerate(quads):
-                same = [digit.pick([quad] * ROWS).view(I8.x(4 * ROWS)) for digit in x]  # four inputs for each output
+                same = [digits.pick([quad] * ROWS).view(I8.x(4 * ROWS)) for digits in x]  # four inputs for each output
                 _multiply_digits(code, kind, values, same, whole[number])
     for number, total in enumerate(sums):
-        parts = [part.get() for part in whole[number]]
-        number_sum = parts[0] if len(parts) == 1 else (parts[0] << 8) + parts[1]
-        factor = code.load(F32, held.x_scales, (token + number) * blocks + block) * kind.codes.unit(kind.digits)
-        total.set(code.fma(number_sum.to(F32), scales * factor.splat(ROWS), total.get()))
+        number_sum = _as_float(code, [part.get() for part in whole[number]])
+        factor = code.load(F32, held.x_scales, (token + number) * blocks + block) * kind.unit
+        total.set(code.fma(number_sum, scales * factor.splat(ROWS), total.get()))
 
 
-def _starts(code: Code, offsets: list[Value | int], sums: list[Value]) -> list[Value]:
+def _as_float(code: Code, sums: list[Value]) -> Value:
+    """Each counts 256 times the next; two fit 32 bits together."""
+    if len(sums) == 2:
+        return ((sums[0] << 8) + sums[1]).to(F32)
+    total = sums[0].to(F32)
+    for part in sums[1:]:
+        total = code.fma(total, code.constant(total.type, 256.0), part.to(F32))
+    return total
+
+
+def _starts(code: Code, kind: Kind, offsets: list[Value | int], sums: list[Value]) -> list[Value]:
     """What sums of products begin with, so that codes may stand for `code - offset`."""
-    starts = [code.constant(I32.x(ROWS), 0) for _ in range(max(len(offsets), len(sums)))]
+    starts = [code.constant(I32.x(ROWS), 0) for _ in range(kind.sums)]
     for left, offset in enumerate(offsets):
         for right, total in enumerate(sums):
             if left + right < len(starts) and not (isinstance(offset, int) and offset == 0):
@@ -176,7 +194,7 @@ def _quads(code: Code, kind: Kind, address: Value) -> list[list[Value]]:
             shift += bits
             start += kind.codes.step // 4 // each * 4 * ROWS
         assert value is not None
-        tables = kind.codes.tables(code.processor)
+        tables = kind.codes.tables(code.processor, kind.digits)
         quads.append([look_up(code, table, value) for table in tables] or [value])
     return quads
 

@@ -29,8 +29,8 @@ class Codes:
     step        inputs that lie together
     zero        the code that means 0 everywhere; None: every group has its own
     zeros_from  stored zero points are larger by this: codes of 8 bits are, where a processor multiplies signed bytes
-    digits      of the 16 values of a table, `256 * first + second` or first alone; () for integers
-    scale       of what those digits say
+    digits      of the 16 values of a table, the first counting 256 times the second; () for integers
+    scale       what the last digit counts
     """
 
     bits: int
@@ -53,20 +53,24 @@ class Codes:
         """Of the bytes that are multiplied."""
         return 8 if self.digits else self.bits
 
-    def tables(self, processor: Processor) -> list[tuple[int, ...]]:
-        """As bytes that the processor multiplies."""
-        lift = 0 if processor.multiplies_signed else 128
-        return [tuple(value + lift for value in digit) for digit in self.digits]
+    def used(self, digits: int) -> int:
+        """Digits of values that are multiplied with so many of x: two are better than the rounding of x to one."""
+        return min(max(digits, 2), len(self.digits)) if self.digits else 1
 
-    def offsets(self, processor: Processor) -> list[int]:
+    def tables(self, processor: Processor, digits: int) -> list[tuple[int, ...]]:
+        """As bytes that the processor multiplies, for so many digits of x."""
+        lift = 0 if processor.multiplies_signed else 128
+        return [tuple(value + lift for value in digit) for digit in self.digits[: self.used(digits)]]
+
+    def offsets(self, processor: Processor, digits: int) -> list[int]:
         """What each byte is too large by; that of integers is not known here where groups have zero points."""
         if self.digits:
-            return [0 if processor.multiplies_signed else 128] * len(self.digits)
+            return [0 if processor.multiplies_signed else 128] * self.used(digits)
         return [self.zero or 0]
 
-    def unit(self, digits: int) -> float:
-        """What sums of products are multiplied by, beside scales of weight and x, for so many digits of x."""
-        return self.scale * (256.0 if len(self.digits) == 2 and digits == 2 else 1.0)
+    def unit(self, used: int) -> float:
+        """What the last of the used digits counts."""
+        return self.scale * 256.0 ** (max(len(self.digits), 1) - used)
 
 
 def pack(codes: Tensor, kind: Codes) -> Tensor:

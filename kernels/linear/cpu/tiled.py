@@ -17,11 +17,15 @@ from quantkit.formats.integer import middle_code
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.tiles import Codes
 
-PRECISE_TOKENS = 2  # up to which x has two digits: reading the weight takes longer than to multiply with both
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
 _PIECES = 8  # of a product for each thread: who is free takes the next
-_TWO_DIGITS = 127 * 256 + 127
-_AT_ONCE = {16: (1, 2, 4), 32: (1, 2, 4), 64: (1, 4, 8)}  # bytes of a vector -> tokens that share what was decoded
+_THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
+# Bytes of a vector -> digits of x -> tokens that share what was decoded, as far as there are registers for their sums.
+_AT_ONCE = {
+    16: {1: (1, 2, 4), 2: (1, 2), 3: (1, 2)},
+    32: {1: (1, 2, 4), 2: (1, 2), 3: (1, 2)},
+    64: {1: (1, 4, 8), 2: (1, 4), 3: (1, 4)},
+}
 
 
 @cache
@@ -105,9 +109,10 @@ def _of_table(weight: CodebookWeight) -> Tiles | None:
     if weight.kind == "e2m1":  # halves are whole numbers
         digits, scale = [(2 * values).round().int()], 0.5
     else:
-        whole = (values * _TWO_DIGITS).round().int()
-        first = (whole + 128) >> 8
-        digits, scale = [first, whole - (first << 8)], 1 / _TWO_DIGITS
+        last = (values.double() * _THREE_DIGITS).round().int()
+        middle = (last + 128) >> 8
+        first = (middle + 128) >> 8
+        digits, scale = [first, middle - (first << 8), last - (middle << 8)], 1 / _THREE_DIGITS
     meaning = Codes(4, digits=tuple(tuple(digit.tolist()) for digit in digits), scale=scale)
     return _packed(meaning, weight.codes.view(weight.shape), weight.block_scales.view(weight.shape[0], -1))
 
@@ -131,31 +136,29 @@ def _block(group: int) -> int | None:
     return next((size for size in range(_LARGEST_BLOCK, 0, -16) if group % size == 0), None)
 
 
-def multiply(x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, precise: bool = False) -> Tensor:
-    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype; `precise`: with two digits for any x."""
+def multiply(x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int) -> Tensor:
+    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used."""
     from quantkit.kernels.cpu.activations import in_digits
     from quantkit.kernels.cpu.pool import shared_pool
     from quantkit.kernels.cpu.processor import this_processor
     from quantkit.kernels.cpu.product import Arguments, Kind, kernel
 
     pool, (tokens, outputs) = shared_pool(), y.shape
-    at_once = _AT_ONCE[this_processor().vector]
-    together = max((count for count in at_once if count <= tokens), default=1)
-    groups = tiles.scales.shape[1]
+    at_once = _AT_ONCE[this_processor().vector][digits]
+    together = max(count for count in at_once if count <= tokens)
+    groups, room = tiles.scales.shape[1], -(-tokens // together) * together
     inputs = groups * tiles.group
-    digits = 2 if precise or tokens <= PRECISE_TOKENS else 1
-    held = in_digits(pool, x, digits, tiles.block, -(-tokens // together) * together, inputs)
+    held = in_digits(pool, x, digits, tiles.block, room, inputs)
     count = len(tiles.codes)
     each = max(1, count // (_PIECES * pool.threads))
     arguments = Arguments(
         codes=tiles.codes.data_ptr(),
         scales=tiles.scales.data_ptr(),
         zeros=0 if tiles.zeros is None else tiles.zeros.data_ptr(),
-        x_first=held.values.data_ptr(),
-        x_second=held.values[-1].data_ptr(),
+        x=held.values.data_ptr(),
+        x_tokens=room,
         x_scales=held.scales.data_ptr(),
-        first_sums=held.sums.data_ptr(),
-        second_sums=held.sums[-1].data_ptr(),
+        x_sums=held.sums.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
         y=y.data_ptr(),
         tokens=tokens,

@@ -24,6 +24,8 @@ from quantkit.kernels.linear.cpu.tiled import Tiles, tiles_of
 from quantkit.kernels.linear.fuse import same
 from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, Untuned, by_name
 
+PRECISE_TOKENS = 2  # up to which x has two digits: reading the weight takes longer than to multiply with both
+
 
 @dataclass(frozen=True)
 class CpuWeight(Untuned):
@@ -98,10 +100,9 @@ def lay_out(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuW
     order = None
     if isinstance(quantized, IntegerWeight):
         quantized, order = _sorted_by_group(quantized)
-    tiles = tiles_of(quantized) if dtype in HALVES else None
     rounding = fmt.input_rounding
     input_scale = quantized if rounding and rounding.calibrated else None
-    return CpuWeight(fmt, *quantized.shape, dtype, tiles or rows_of(quantized), order, input_scale)
+    return CpuWeight(fmt, *quantized.shape, dtype, tiles_of(quantized) or rows_of(quantized), order, input_scale)
 
 
 def _sorted_by_group(weight: IntegerWeight) -> tuple[IntegerWeight, Tensor | None]:
@@ -113,10 +114,7 @@ def _sorted_by_group(weight: IntegerWeight) -> tuple[IntegerWeight, Tensor | Non
 
 
 def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """y [tokens, outputs] = x [tokens, inputs] @ weight.T + bias, all in the weight's dtype.
-
-    Where a format rounds x itself, it is not rounded again to one digit.
-    """
+    """y [tokens, outputs] = x [tokens, inputs] @ weight.T + bias, all in the weight's dtype."""
     _check(x, weight, bias, out)
     y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
     if y.numel() == 0:
@@ -130,8 +128,16 @@ def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tenso
     result = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
     x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
-    tiled.multiply(x, weight.held, bias, result, precise=weight.fmt.input_rounding is not None)
+    tiled.multiply(x, weight.held, bias, result, digits=_digits(weight, x.shape[0]))
     return y if result is y else y.copy_(result)
+
+
+def _digits(weight: CpuWeight, tokens: int) -> int:
+    """Three are float32; of 16 bits two are more than enough, and one is as fast as many tokens can be. What a format
+    has rounded itself is not rounded to one again."""
+    if weight.dtype == torch.float32:
+        return 3
+    return 2 if tokens <= PRECISE_TOKENS or weight.fmt.input_rounding else 1
 
 
 _KERNELS = by_name(Kernel("tiles", _run), Kernel("slabs", _run))
