@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.linear.cpu import product_dtype
+from quantkit.kernels.linear.cpu.slabs import product_dtype
 
 Call = Callable[[], object]
 

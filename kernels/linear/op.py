@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.kernels.card import Card, card_of
-from quantkit.kernels.linear import cpu
+from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.decoded import DecodedWeight, device_of, why_card_decodes
 from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.dense.weight import HalfWeight

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quantkit.kernels.linear.cpu import plain
+from quantkit.kernels.linear.cpu.slabs import plain
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare_plain
 
 

@@ -1,0 +1,108 @@
+"""Activations as whole numbers with one scale a block: `x = scale * (256 * first + second)`, in one to three digits.
+
+One digit of 8 bits is what other programs for CPUs multiply with. Two lose less than rounding to 16 bits does, three as
+little as float32 itself; where reading the weight takes longer than multiplying, they cost little.
+
+    values  int8 [digits, tokens, inputs]   inputs padded to whole blocks with zeros
+    scales  float32 [tokens, blocks]        of the last digit
+    sums    int32 [digits, tokens, blocks]  of each digit, for zero points
+
+What is not finite makes its block's scale so, and with it every result that reads the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.cpu.compiling import compiled
+from quantkit.kernels.cpu.floats import load_floats
+from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
+from quantkit.kernels.cpu.pool import Pool
+
+_LANES = 16
+_LARGEST = {1: 127.0, 2: 127.0 * 256, 3: 127.0 * 256 * 256}  # what is rounded up from there still fits
+
+
+@dataclass(frozen=True)
+class Digits:
+    values: Tensor
+    scales: Tensor
+    sums: Tensor
+    block: int
+
+
+def in_digits(pool: Pool, x: Tensor, digits: int, block: int, tokens: int, inputs: int) -> Digits:
+    """x [some tokens, some inputs], rows contiguous; the result has as many tokens and inputs as asked, zeros there."""
+    blocks = inputs // block
+    fill = torch.zeros if tokens > x.shape[0] else torch.empty
+    held = Digits(
+        fill(digits, tokens, inputs, dtype=torch.int8),
+        fill(tokens, blocks, dtype=torch.float32),
+        fill(digits, tokens, blocks, dtype=torch.int32),
+        block,
+    )
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], held.values.data_ptr(), tokens, inputs]
+    arguments += [held.scales.data_ptr(), held.sums.data_ptr(), blocks]
+    pool.run(_kernel(x.dtype, digits, block), arguments, x.shape[0])
+    return held
+
+
+@cache
+def _kernel(dtype: torch.dtype, digits: int, block: int) -> int:
+    return compiled("digits", 3, partial(_round_tokens, dtype=dtype, digits=digits, block=block))
+
+
+def _round_tokens(
+    code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, digits: int, block: int
+) -> None:
+    x, stride, inputs, values, tokens, padded, scales, all_sums, blocks = (
+        code.load(I64, arguments, place) for place in range(9)
+    )
+    with code.loop(first, last) as token, code.loop(0, blocks) as number:
+        row, start, at = x + token * stride * dtype.itemsize, number * block, token * blocks + number
+        parts = [_load(code, dtype, row, start + offset, inputs) for offset in range(0, block, _LANES)]
+        scale, factor = _scale(code, parts, _LARGEST[digits])
+        code.store(scale, scales, at)
+        sums = [code.constant(I32.x(_LANES), 0) for _ in range(digits)]
+        for offset, part in zip(range(0, block, _LANES), parts, strict=True):
+            whole = code.of_each("rint", part * factor.splat(_LANES)).to(I32)
+            for place, digit in enumerate(_cut(whole, digits)):
+                sums[place] = sums[place] + digit
+                code.store(digit.to(I8), values, (tokens * place + token) * padded + start + offset)
+        for place, total in enumerate(sums):
+            code.store(code.over_lanes("add", total), all_sums, tokens * blocks * place + at)
+
+
+def _load(code: Code, dtype: torch.dtype, row: Value, place: Value, inputs: Value) -> Value:
+    """16 inputs from a place on; zeros behind the last."""
+    part = code.variable(code.constant(F32.x(_LANES), 0.0))
+    with code.when(place + _LANES < inputs + 1):
+        part.set(load_floats(code, dtype, _LANES, row, place))
+    with code.when((place < inputs) & (inputs < place + _LANES)), code.loop(place, inputs) as one:
+        part.set(part.get().put(load_floats(code, dtype, 1, row, one).at(0), one - place))
+    return part.get()
+
+
+def _scale(code: Code, parts: list[Value], largest: float) -> tuple[Value, Value]:
+    """Of a block, and what its values are multiplied with; 0 and 0 where all are 0."""
+    sizes = [code.of_each("fabs", part) for part in parts]
+    while len(sizes) > 1:
+        sizes = [code.of_each("maximum", sizes[0], sizes[1]), *sizes[2:]]
+    most = code.over_lanes("fmaximum", sizes[0])
+    nothing, zero = most < 1e-30, code.constant(F32, 0.0)
+    factor = code.constant(F32, largest) // most
+    return code.select(nothing, zero, most * (1 / largest)), code.select(nothing, zero, factor)
+
+
+def _cut(whole: Value, digits: int) -> list[Value]:
+    """From the first on; each is the nearest to what it and those behind it say."""
+    cut: list[Value] = []
+    for _ in range(digits - 1):
+        rest = (whole + 128).signed_shift(8)
+        cut.append(whole - (rest << 8))
+        whole = rest
+    return [whole, *reversed(cut)]

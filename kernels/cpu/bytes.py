@@ -1,0 +1,70 @@
+"""Operations on vectors of bytes for which processors have instructions that LLVM does not find by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantkit.kernels.cpu.language import I8, I16, I32, Code, Value
+
+
+def dot(code: Code, sums: Value, codes: Value, x: Value, *, bits: int) -> Value:
+    """sums [lanes] + the products of four bytes for each: codes of so many bits, signed or not as the processor has
+    it, with signed x."""
+    processor, lanes = code.processor, sums.type.lanes
+    if processor.dot == "wide" or (processor.dot == "pmaddubsw" and bits == 8):
+        return sums + _fours(codes.to(I32, signed=processor.multiplies_signed) * x.to(I32))
+    size = min(4 * lanes, 16 if processor.dot == "sdot" else processor.vector)  # bytes at once
+    parts = []
+    for start in range(0, 4 * lanes, size):
+        sum, left, right = sums.cut(start // 4, size // 4), codes.cut(start, size), x.cut(start, size)
+        parts.append(_DOTS[processor.dot](code, sum, left, right))
+    return code.join(parts)
+
+
+def _sdot(code: Code, sums: Value, codes: Value, x: Value) -> Value:
+    return code.call("llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, sums, codes, x)
+
+
+def _vpdpbusd(code: Code, sums: Value, codes: Value, x: Value) -> Value:
+    return code.call(f"llvm.x86.avx512.vpdpbusd.{8 * codes.type.lanes}", sums.type, sums, codes, x)
+
+
+def _pmaddubsw(code: Code, sums: Value, codes: Value, x: Value) -> Value:
+    """Two products are at most 2 * 127 * 127 here: 16 bits hold them."""
+    pairs = code.call("llvm.x86.avx2.pmadd.ub.sw", I16.x(16), codes, x)
+    ones = code.constant(pairs.type, 1)
+    return sums + code.call("llvm.x86.avx2.pmadd.wd", sums.type, pairs, ones)
+
+
+_DOTS = {"sdot": _sdot, "vpdpbusd": _vpdpbusd, "pmaddubsw": _pmaddubsw}
+
+
+def _fours(values: Value) -> Value:
+    """Sums of four lanes that stand together."""
+    lanes = values.type.lanes
+    pairs = values.pick(range(0, lanes, 2)) + values.pick(range(1, lanes, 2))
+    return pairs.pick(range(0, lanes // 2, 2)) + pairs.pick(range(1, lanes // 2, 2))
+
+
+def look_up(code: Code, table: Sequence[int], places: Value) -> Value:
+    """Bytes of a table of 16, by places from 0 to 15."""
+    if code.processor.triple.startswith(("aarch64", "arm64")):
+        name, size = "llvm.aarch64.neon.tbl1.v16i8", 16
+    elif code.processor.vector == 64:
+        name, size = "llvm.x86.avx512.pshuf.b.512", 64
+    elif code.processor.vector == 32:
+        name, size = "llvm.x86.avx2.pshuf.b", 32
+    else:
+        return _select(code, table, places)
+    values = code.constant(I8.x(size), [byte & 255 for byte in table] * (size // 16))
+    parts = [places.cut(start, size) for start in range(0, places.type.lanes, size)]
+    return code.join([code.call(name, values.type, values, part) for part in parts])
+
+
+def _select(code: Code, table: Sequence[int], places: Value) -> Value:
+    """One entry after the other, where no instruction looks bytes up."""
+    found = code.constant(places.type, table[0] & 255)
+    for place, byte in list(enumerate(table))[1:]:
+        later = code.constant(places.type, place - 1) < places
+        found = code.select(later, code.constant(places.type, byte & 255), found)
+    return found

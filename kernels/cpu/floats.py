@@ -1,0 +1,27 @@
+"""Floats of 16 and 32 bits in memory, float32 in registers."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.kernels.cpu.language import F16, F32, I16, I32, Code, Value
+
+BYTES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+
+
+def load_floats(code: Code, dtype: torch.dtype, lanes: int, address: Value, place: Value | int = 0) -> Value:
+    if dtype == torch.bfloat16:
+        halves = code.load(I16.x(lanes), address, place)
+        return (halves.to(I32, signed=False) << 16).view(F32.x(lanes))
+    return code.load((F16 if dtype == torch.float16 else F32).x(lanes), address, place).to(F32)
+
+
+def to_stored(code: Code, dtype: torch.dtype, values: Value) -> Value:
+    """Rounded to nearest, ties to even; what is not a number stays none."""
+    if dtype != torch.bfloat16:
+        return values.to(F16 if dtype == torch.float16 else F32)
+    bits = values.view(I32.x(values.type.lanes))
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    number = values.equals(values)
+    kept = code.select(number, rounded >> 16, code.constant(bits.type, 0x7FC0))
+    return kept.to(I16)

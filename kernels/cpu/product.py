@@ -1,0 +1,220 @@
+"""y = x @ weight.T + bias for a weight of few bits, multiplied as it is stored (`tiles.py`) with x in whole numbers
+(`activations.py`).
+
+A thread has 16 outputs at a time. It reads their codes for 32 inputs, makes bytes of them, multiplies those with the
+same inputs of several tokens, and goes on; at the end of a block sums of whole numbers become floats. Where x or the
+values of a table have several digits, products of digits that count the same are added in one sum. There are as many
+sums as the longer of both has digits: products that count less than the last are smaller than what rounding has lost.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+
+from quantkit.kernels.cpu.bytes import dot, look_up
+from quantkit.kernels.cpu.compiling import compiled
+from quantkit.kernels.cpu.floats import load_floats, to_stored
+from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
+from quantkit.kernels.cpu.tiles import ROWS, Codes
+
+
+class Arguments(NamedTuple):
+    """Addresses and sizes, as the kernel reads them."""
+
+    codes: int
+    scales: int
+    zeros: int
+    x: int
+    x_tokens: int  # that x has room for, which is where its next digit begins
+    x_scales: int
+    x_sums: int
+    bias: int  # 0: none
+    y: int
+    tokens: int
+    outputs: int
+    inputs: int  # of the codes and digits: padded
+    groups: int  # of a row of the weight
+    blocks: int  # of x in a group of the weight
+    tiles: int  # of a piece of work
+
+
+class Held(NamedTuple):
+    """The same inside the kernel."""
+
+    codes: Value
+    scales: Value
+    zeros: Value
+    x: Value
+    x_tokens: Value
+    x_scales: Value
+    x_sums: Value
+    bias: Value
+    y: Value
+    tokens: Value
+    outputs: Value
+    inputs: Value
+    groups: Value
+    blocks: Value
+    tiles: Value
+
+
+class Kind(NamedTuple):
+    """What kernels are compiled for."""
+
+    codes: Codes
+    block: int  # inputs of x that share a scale
+    digits: int  # of x
+    tokens: int  # at a time
+    dtype: torch.dtype  # of y and bias
+    scales: torch.dtype
+
+    @property
+    def sums(self) -> int:
+        return max(self.digits, self.codes.used(self.digits))
+
+    @property
+    def unit(self) -> float:
+        """What the last sum counts, beside scales."""
+        used = self.codes.used(self.digits)
+        return self.codes.unit(used) * 256.0 ** (used + self.digits - 1 - self.sums)
+
+
+@cache
+def kernel(kind: Kind) -> int:
+    return compiled("product", 3, partial(multiply, kind=kind))
+
+
+def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
+    held = Held(*(code.load(I64, arguments, place) for place in range(len(Held._fields))))
+    count = (held.outputs + (ROWS - 1)) // ROWS
+    end = last * held.tiles
+    with (
+        code.loop(first * held.tiles, code.select(end < count, end, count)) as tile,
+        code.loop(0, held.tokens, kind.tokens) as token,
+    ):
+        sums = _of_tile(code, held, kind, tile, token)
+        for number, total in enumerate(sums):
+            with code.when(token + number < held.tokens):
+                _store(code, held, kind, tile, token + number, total)
+
+
+def _of_tile(code: Code, held: Held, kind: Kind, tile: Value, token: Value) -> list[Value]:
+    """Sums of 16 outputs for each of some tokens."""
+    sums = [code.variable(code.constant(F32.x(ROWS), 0.0)) for _ in range(kind.tokens)]
+    codes = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8))
+    with code.loop(0, held.groups) as group:
+        place = (tile * held.groups + group) * ROWS
+        scales = load_floats(code, kind.scales, ROWS, held.scales, place)
+        zeros = None
+        if kind.codes.has_zero_points:
+            zeros = code.load(I8.x(ROWS), held.zeros, place).to(I32, signed=False) - kind.codes.zeros_from
+        with code.loop(0, held.blocks) as part:
+            block = group * held.blocks + part
+            _add_block(code, held, kind, codes, token, block, scales, zeros, sums)
+    return [total.get() for total in sums]
+
+
+def _add_block(
+    code: Code,
+    held: Held,
+    kind: Kind,
+    codes: Variable,
+    token: Value,
+    block: Value,
+    scales: Value,
+    zeros: Value | None,
+    sums: list[Variable],
+) -> None:
+    offsets = [zeros if zeros is not None else offset for offset in kind.codes.offsets(code.processor, kind.digits)]
+    blocks = held.groups * held.blocks
+    whole = []
+    for number in range(kind.tokens):
+        at = (token + number) * blocks + block
+        digit_sums = [code.load(I32, held.x_sums, held.x_tokens * blocks * digit + at) for digit in range(kind.digits)]
+        whole.append([code.variable(start) for start in _starts(code, kind, offsets, digit_sums)])
+    with code.loop(0, kind.block, kind.codes.step) as start:
+        quads = _quads(code, kind, codes.get())
+        codes.set(codes.get() + kind.codes.step * ROWS * kind.codes.bits // 8)
+        for number in range(kind.tokens):
+            x = []
+            for digit in range(kind.digits):
+                place = (held.x_tokens * digit + token + number) * held.inputs + block * kind.block + start
+                x.append(code.load(I8.x(kind.codes.step), held.x, place).view(I32.x(kind.codes.step // 4)))
+            for quad, values in enumerate(quads):
+                same = [digits.pick([quad] * ROWS).view(I8.x(4 * ROWS)) for digits in x]  # four inputs for each output
+                _multiply_digits(code, kind, values, same, whole[number])
+    for number, total in enumerate(sums):
+        number_sum = _as_float(code, [part.get() for part in whole[number]])
+        factor = code.load(F32, held.x_scales, (token + number) * blocks + block) * kind.unit
+        total.set(code.fma(number_sum, scales * factor.splat(ROWS), total.get()))
+
+
+def _as_float(code: Code, sums: list[Value]) -> Value:
+    """Each counts 256 times the next; two fit 32 bits together."""
+    if len(sums) == 2:
+        return ((sums[0] << 8) + sums[1]).to(F32)
+    total = sums[0].to(F32)
+    for part in sums[1:]:
+        total = code.fma(total, code.constant(total.type, 256.0), part.to(F32))
+    return total
+
+
+def _starts(code: Code, kind: Kind, offsets: list[Value | int], sums: list[Value]) -> list[Value]:
+    """What sums of products begin with, so that codes may stand for `code - offset`."""
+    starts = [code.constant(I32.x(ROWS), 0) for _ in range(kind.sums)]
+    for left, offset in enumerate(offsets):
+        for right, total in enumerate(sums):
+            if left + right < len(starts) and not (isinstance(offset, int) and offset == 0):
+                product = total.splat(ROWS) * offset
+                starts[left + right] = starts[left + right] - product
+    return starts
+
+
+def _multiply_digits(code: Code, kind: Kind, values: list[Value], x: list[Value], sums: list[Variable]) -> None:
+    for left, value in enumerate(values):
+        for right, digit in enumerate(x):
+            if left + right < len(sums):
+                total = sums[left + right]
+                total.set(dot(code, total.get(), value, digit, bits=kind.codes.dot_bits))
+
+
+def _quads(code: Code, kind: Kind, address: Value) -> list[list[Value]]:
+    """The bytes of 16 outputs and 4 inputs at a time, for all inputs of a step; several where they have digits."""
+    quads = []
+    for quad in range(kind.codes.step // 4):
+        value, shift, start = None, 0, 0
+        for bits in kind.codes.planes:
+            each = 8 // bits  # quads in a vector
+            held = code.load(I8.x(4 * ROWS), address + (start + quad // each * 4 * ROWS))
+            part = _bits(held, quad % each * bits, bits)
+            value = part if value is None else value | (part << shift)
+            shift += bits
+            start += kind.codes.step // 4 // each * 4 * ROWS
+        assert value is not None
+        tables = kind.codes.tables(code.processor, kind.digits)
+        quads.append([look_up(code, table, value) for table in tables] or [value])
+    return quads
+
+
+def _bits(held: Value, low: int, bits: int) -> Value:
+    shifted = held >> low if low else held
+    return shifted if low + bits == 8 else shifted & ((1 << bits) - 1)
+
+
+def _store(code: Code, held: Held, kind: Kind, tile: Value, token: Value, total: Value) -> None:
+    start = tile * ROWS
+    row = token * held.outputs
+    with code.when(start + ROWS < held.outputs + 1):
+        _store_some(code, held, kind, total, row, start)
+    with code.when(held.outputs < start + ROWS), code.loop(start, held.outputs) as output:
+        _store_some(code, held, kind, total.at(output - start).splat(1), row, output)
+
+
+def _store_some(code: Code, held: Held, kind: Kind, values: Value, row: Value, output: Value) -> None:
+    result = code.variable(values)
+    with code.when(code.constant(I64, 0) < held.bias):
+        result.set(values + load_floats(code, kind.dtype, values.type.lanes, held.bias, output))
+    code.store(to_stored(code, kind.dtype, result.get()), held.y, row + output)

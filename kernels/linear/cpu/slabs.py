@@ -1,0 +1,136 @@
+"""Linear layers on a CPU without a compiler, and in float32: some rows decoded at a time, multiplied and forgotten.
+
+As many rows as hold 2**20 weights need 10 MB (W4) to 22 MB (NF4) beside the result; decoding a whole 4096 x 4096 needs
+102 to 269 MB. A CPU that does not multiply 16 bits itself multiplies everything in float32.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, Float8Weight, IntegerWeight, QuantizedWeight
+from quantkit.formats.codebook import table_of
+from quantkit.formats.ct_float8 import BLOCK
+from quantkit.formats.integer import middle_code
+
+SLAB = 1 << 20  # weights decoded at a time: 2 to 4 MB, about what two cores keep in their caches
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`weight = (value - zero) * scale`, where value is the code itself or its entry in a table.
+
+    codes   int8 (integers, less the middle code) or uint8 (places in the table) [outputs, inputs]; paired: [outputs,
+            inputs / 2], column c in the low half of byte c, column c + inputs / 2 in the high half
+    scales  float [outputs, groups]
+    zeros   float [outputs, groups] | None   whole numbers, less the middle code; None where all are 0
+    table   float32 [values] | None
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    table: Tensor | None = None
+    paired: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
+
+    def decode(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """The weight of some outputs, [stop - start, inputs]: exact products of value and scale, rounded once."""
+        codes = self.codes[start:stop]
+        if self.paired:
+            codes = torch.cat([codes << 4 >> 4, codes >> 4], 1)  # shifts keep the sign of int8
+        if self.table is None:  # in 16 bits where the scales have the same: half the traffic, and codes are exact
+            values = codes.to(torch.promote_types(self.scales.dtype, dtype))
+        else:
+            values = self.table.index_select(0, codes.flatten().int())  # several times as fast as table[codes]
+        values = values.view(stop - start, self.scales.shape[1], -1)  # [rows, groups, size]
+        if self.zeros is not None:
+            values = values.sub_(self.zeros[start:stop].unsqueeze(-1))
+        return values.mul_(self.scales[start:stop].unsqueeze(-1)).view(codes.shape).to(dtype)
+
+
+def multiply(x: Tensor, rows: Rows, bias: Tensor | None, y: Tensor) -> Tensor:
+    """y = x @ weight.T + bias, x in the dtype of products."""
+    return _by_slabs(x, lambda start, stop: rows.decode(start, stop, x.dtype), bias, y)
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """For a weight that is not quantized: torch's own where it is fast, else slabs of float32."""
+    if x.device.type != "cpu" or product_dtype(x.dtype) == x.dtype:
+        return linear(x, weight, bias)
+    y, wide = x.new_empty(x.shape[0], len(weight)), x.to(product_dtype(x.dtype))
+    return _by_slabs(wide, lambda start, stop: weight[start:stop].to(wide.dtype), bias, y)
+
+
+@cache
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which x of this dtype is multiplied: in float32 where this CPU has no instructions for 16 bits."""
+    ops = torch.ops.mkldnn
+    if dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported():
+        return dtype
+    on_arm = platform.machine().lower() in ("aarch64", "arm64")  # torch does not use what there is for float16
+    if dtype == torch.float16 and ops._is_mkldnn_fp16_supported() and not on_arm:
+        return dtype
+    return torch.float32
+
+
+def _by_slabs(x: Tensor, rows: Callable[[int, int], Tensor], bias: Tensor | None, y: Tensor) -> Tensor:
+    """y = x @ weight.T + bias, some outputs at a time; `rows(start, stop)` are those of the weight, in x's dtype."""
+    outputs, size = y.shape[1], max(1, SLAB // x.shape[1])
+    for start in range(0, outputs, size):
+        stop = min(start + size, outputs)
+        y[:, start:stop] = linear(x, rows(start, stop), None if bias is None else bias[start:stop].to(x.dtype))
+    return y
+
+
+def rows_of(weight: QuantizedWeight) -> Rows:
+    """Of a weight whose groups are contiguous and all of one size."""
+    if isinstance(weight, IntegerWeight):
+        return _integer_rows(weight)
+    if isinstance(weight, CodebookWeight):
+        codes, paired = _pairs(weight.codes.view(weight.shape))
+        scales = weight.block_scales.view(weight.shape[0], -1)
+        return Rows(codes, scales, table=table_of(weight.kind), paired=paired)
+    if isinstance(weight, Float8Weight):
+        return _float8_rows(weight)
+    assert isinstance(weight, AbsmaxInt8Weight)
+    return Rows(weight.codes.contiguous(), (weight.row_absmax / 127).unsqueeze(-1))
+
+
+def _pairs(codes: Tensor) -> tuple[Tensor, bool]:
+    """Codes of 4 bits, signed or not, as two a byte, where their number is even."""
+    if codes.shape[1] % 2:
+        return codes.contiguous(), False
+    low, high = codes.chunk(2, 1)
+    return (low & 15) | (high << 4), True
+
+
+def _integer_rows(weight: IntegerWeight) -> Rows:
+    middle = middle_code(weight.bits)
+    codes, paired = (weight.codes.contiguous() - middle).view(torch.int8), False  # bytes wrap around
+    if weight.bits <= 4:
+        codes, paired = _pairs(codes)
+    zeros = None if weight.symmetric else weight.zeros.to(weight.scales.dtype) - middle
+    return Rows(codes, weight.scales, zeros, paired=paired)
+
+
+def _float8_rows(weight: Float8Weight) -> Rows:
+    """Read by a table of all 256 values, which torch looks up faster than it converts them."""
+    outputs = weight.shape[0]
+    scales = weight.scales.float()
+    if scales.shape[1] == 1 and scales.shape[0] in (1, outputs):
+        scales = scales.expand(outputs, 1)
+    else:
+        scales = scales.repeat_interleave(BLOCK, dim=0)[:outputs]
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return Rows(weight.values.contiguous().view(torch.uint8), scales.contiguous(), table=table)

@@ -1,0 +1,173 @@
+"""Linear layers on a CPU from packed codes, by kernels that are compiled for it (`kernels/cpu/product.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, IntegerWeight, QuantizedWeight
+from quantkit.formats.codebook import table_of
+from quantkit.formats.integer import middle_code
+
+if TYPE_CHECKING:
+    from quantkit.kernels.cpu.tiles import Codes
+
+_LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
+_PIECES = 8  # of a product for each thread: who is free takes the next
+_THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
+# Bytes of a vector -> digits of x -> tokens that share what was decoded, as far as there are registers for their sums.
+_AT_ONCE = {
+    16: {1: (1, 2, 4), 2: (1, 2), 3: (1, 2)},
+    32: {1: (1, 2, 4), 2: (1, 2), 3: (1, 2)},
+    64: {1: (1, 4, 8), 2: (1, 4), 3: (1, 4)},
+}
+
+
+@cache
+def can_compile() -> bool:
+    """Whether the compiler is installed; where it is not, slabs run."""
+    return find_spec("llvmlite") is not None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A weight as `kernels/cpu/tiles.py` lays it out.
+
+    codes   uint8 [tiles, bytes]
+    scales  float [tiles, groups, 16]
+    zeros   uint8 [tiles, groups, 16] | None
+    block   inputs of x that share a scale; a group has one block or several
+    """
+
+    meaning: Codes
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+    block: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def join(self, others: list[Tiles]) -> Tiles:
+        """With the tiles of others of the same meaning and sizes."""
+        parts = [self, *others]
+        return replace(
+            self,
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            zeros=None if self.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+        )
+
+
+def tiles_of(weight: QuantizedWeight) -> Tiles | None:
+    """Of a weight whose groups are contiguous and all of one size; None where they are no whole steps, and for FP8."""
+    if not can_compile():
+        return None
+    if isinstance(weight, IntegerWeight):
+        return _of_integers(weight)
+    if isinstance(weight, CodebookWeight):
+        return _of_table(weight)
+    return _of_bytes(weight) if isinstance(weight, AbsmaxInt8Weight) else None
+
+
+def _of_integers(weight: IntegerWeight) -> Tiles | None:
+    from quantkit.kernels.cpu.processor import this_processor
+    from quantkit.kernels.cpu.tiles import PLANES, Codes
+
+    shift = 128 if weight.bits == 8 and this_processor().multiplies_signed else 0
+    zero = middle_code(weight.bits) - shift if weight.symmetric else None
+    if weight.bits not in PLANES:
+        return None
+    codes = weight.codes ^ shift if shift else weight.codes
+    zeros = None if zero is not None else weight.zeros
+    meaning = Codes(weight.bits, zero=zero, zeros_from=shift)
+    return _packed(meaning, codes, weight.scales, zeros)
+
+
+def _of_bytes(weight: AbsmaxInt8Weight) -> Tiles | None:
+    """Signed codes with a scale for each output."""
+    from quantkit.kernels.cpu.processor import this_processor
+    from quantkit.kernels.cpu.tiles import Codes
+
+    signed = this_processor().multiplies_signed
+    codes = weight.codes.view(torch.uint8)
+    scales = (weight.row_absmax / 127).unsqueeze(-1)
+    return _packed(Codes(8, zero=0 if signed else 128), codes if signed else codes ^ 128, scales)
+
+
+def _of_table(weight: CodebookWeight) -> Tiles | None:
+    from quantkit.kernels.cpu.tiles import Codes
+
+    values = table_of(weight.kind)
+    if weight.kind == "e2m1":  # halves are whole numbers
+        digits, scale = [(2 * values).round().int()], 0.5
+    else:
+        last = (values.double() * _THREE_DIGITS).round().int()
+        middle = (last + 128) >> 8
+        first = (middle + 128) >> 8
+        digits, scale = [first, middle - (first << 8), last - (middle << 8)], 1 / _THREE_DIGITS
+    meaning = Codes(4, digits=tuple(tuple(digit.tolist()) for digit in digits), scale=scale)
+    return _packed(meaning, weight.codes.view(weight.shape), weight.block_scales.view(weight.shape[0], -1))
+
+
+def _packed(meaning: Codes, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tiles | None:
+    from quantkit.kernels.cpu.tiles import by_tile, pack
+
+    inputs, groups = codes.shape[1], scales.shape[1]
+    group = inputs // groups if groups > 1 else -(-inputs // _LARGEST_BLOCK) * _LARGEST_BLOCK
+    block = _block(group)
+    if block is None or (block % 32 and 1 in meaning.planes):
+        return None
+    meaning = replace(meaning, step=16 if block % 32 else 32)
+    padded = torch.nn.functional.pad(codes, (0, groups * group - inputs))
+    scales = by_tile(scales)
+    return Tiles(meaning, pack(padded, meaning), scales, None if zeros is None else by_tile(zeros), group, block)
+
+
+def _block(group: int) -> int | None:
+    """The largest that divides a group into whole steps."""
+    return next((size for size in range(_LARGEST_BLOCK, 0, -16) if group % size == 0), None)
+
+
+def multiply(x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int) -> Tensor:
+    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used."""
+    from quantkit.kernels.cpu.activations import in_digits
+    from quantkit.kernels.cpu.pool import shared_pool
+    from quantkit.kernels.cpu.processor import this_processor
+    from quantkit.kernels.cpu.product import Arguments, Kind, kernel
+
+    pool, (tokens, outputs) = shared_pool(), y.shape
+    at_once = _AT_ONCE[this_processor().vector][digits]
+    together = max(count for count in at_once if count <= tokens)
+    groups, room = tiles.scales.shape[1], -(-tokens // together) * together
+    inputs = groups * tiles.group
+    held = in_digits(pool, x, digits, tiles.block, room, inputs)
+    count = len(tiles.codes)
+    each = max(1, count // (_PIECES * pool.threads))
+    arguments = Arguments(
+        codes=tiles.codes.data_ptr(),
+        scales=tiles.scales.data_ptr(),
+        zeros=0 if tiles.zeros is None else tiles.zeros.data_ptr(),
+        x=held.values.data_ptr(),
+        x_tokens=room,
+        x_scales=held.scales.data_ptr(),
+        x_sums=held.sums.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+        tokens=tokens,
+        outputs=outputs,
+        inputs=inputs,
+        groups=groups,
+        blocks=tiles.group // tiles.block,
+        tiles=each,
+    )
+    kind = Kind(tiles.meaning, tiles.block, digits, together, y.dtype, tiles.scales.dtype)
+    pool.run(kernel(kind), arguments, -(-count // each))
+    return y

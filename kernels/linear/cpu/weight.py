@@ -1,0 +1,156 @@
+"""A linear layer's weight on a CPU, and which of the two ways it is multiplied.
+
+tiles  packed codes with x in whole numbers, for x of 16 bits (`tiled.py`)
+slabs  everything: decoded a part at a time (`slabs.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, Float8Weight, Format, IntegerWeight, QuantizedWeight
+from quantkit.formats.ct_float8 import BLOCK
+from quantkit.kernels.card import Card
+from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
+from quantkit.kernels.linear.cpu import slabs, tiled
+from quantkit.kernels.linear.cpu.slabs import Rows, product_dtype, rows_of
+from quantkit.kernels.linear.cpu.tiled import Tiles, tiles_of
+from quantkit.kernels.linear.fuse import same
+from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, Untuned, by_name
+
+PRECISE_TOKENS = 2  # up to which x has two digits: reading the weight takes longer than to multiply with both
+
+
+@dataclass(frozen=True)
+class CpuWeight(Untuned):
+    """For x of one dtype, in tiles or in rows."""
+
+    fmt: Format
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    held: Tiles | Rows
+    order: Tensor | None = None  # int64 [inputs]: column c of the codes is input order[c]
+    input_scale: QuantizedWeight | None = None  # the weight itself, where it carries the scale of its inputs
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes + (0 if self.order is None else self.order.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.held.codes.device
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return _KERNELS
+
+    def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        return Choice("tiles" if isinstance(self.held, Tiles) else "slabs", None, "on the CPU")
+
+    def join(self, others: Sequence[LinearWeight]) -> Self | None:
+        tiles = [other.held for other in others if isinstance(other, CpuWeight) and isinstance(other.held, Tiles)]
+        if not isinstance(self.held, Tiles) or len(tiles) < len(others) or self.input_scale is not None:
+            return None
+        if any(self._differs(other) for other in others if isinstance(other, CpuWeight)):
+            return None
+        outputs = self.outputs + sum(other.outputs for other in others)
+        return replace(self, outputs=outputs, held=self.held.join(tiles))
+
+    def _differs(self, other: CpuWeight) -> bool:
+        def sizes(tiles: Tiles | Rows) -> object:
+            assert isinstance(tiles, Tiles)
+            return tiles.meaning, tiles.group, tiles.block, tiles.scales.shape[1:], tiles.scales.dtype
+
+        alike = (self.fmt, self.inputs, self.dtype) == (other.fmt, other.inputs, other.dtype)
+        return not (alike and sizes(self.held) == sizes(other.held) and same(self.order, other.order))
+
+
+def why_not(quantized: QuantizedWeight) -> str | None:
+    """What keeps a weight from this room, or None. Groups must all have one size and end with their row."""
+    if isinstance(quantized, IntegerWeight):
+        counts = torch.bincount(quantized.input_groups(), minlength=quantized.scales.shape[1])
+        if bool((counts != counts[0]).any()):
+            return f"groups of {quantized.group_size} that do not divide {quantized.shape[1]} inputs evenly"
+        return None
+    if isinstance(quantized, CodebookWeight):
+        across = quantized.shape[1] % quantized.block
+        return f"blocks of {quantized.block} across the ends of rows of {quantized.shape[1]} inputs" if across else None
+    if isinstance(quantized, Float8Weight):
+        ragged = quantized.scales.shape[1] > 1 and quantized.shape[1] % BLOCK
+        return f"blocks of {BLOCK} that do not divide {quantized.shape[1]} inputs" if ragged else None
+    return None if isinstance(quantized, AbsmaxInt8Weight) else f"a {type(quantized).__name__}"
+
+
+def lay_out(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuWeight | None:
+    """For x of this dtype; None where `why_not` says why."""
+    if dtype not in (*HALVES, torch.float32):
+        raise InputError(f"linear on a CPU: dtype is {str(dtype)[6:]}, but must be bfloat16, float16, float32")
+    device = next(part.device for part in vars(quantized).values() if isinstance(part, Tensor))
+    if device.type != "cpu":
+        raise InputError(f"linear on a CPU: the weight is on {device}; move it to the CPU first")
+    if why_not(quantized) is not None:
+        return None
+    order = None
+    if isinstance(quantized, IntegerWeight):
+        quantized, order = _sorted_by_group(quantized)
+    rounding = fmt.input_rounding
+    input_scale = quantized if rounding and rounding.calibrated else None
+    return CpuWeight(fmt, *quantized.shape, dtype, tiles_of(quantized) or rows_of(quantized), order, input_scale)
+
+
+def _sorted_by_group(weight: IntegerWeight) -> tuple[IntegerWeight, Tensor | None]:
+    """The weight with contiguous groups, and the order of its columns where act-order had scattered them."""
+    if weight.group_of is None:
+        return weight, None
+    order = torch.argsort(weight.input_groups(), stable=True)
+    return replace(weight, codes=weight.codes[:, order], group_of=None), order
+
+
+def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """y [tokens, outputs] = x [tokens, inputs] @ weight.T + bias, all in the weight's dtype."""
+    _check(x, weight, bias, out)
+    y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
+    if y.numel() == 0:
+        return y
+    if weight.fmt.input_rounding:
+        x = weight.fmt.served_inputs(x, weight.input_scale)
+    if weight.order is not None:
+        x = x[:, weight.order]
+    if isinstance(weight.held, Rows):
+        return slabs.multiply(x.to(product_dtype(weight.dtype)), weight.held, bias, y)
+    result = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    tiled.multiply(x, weight.held, bias, result, digits=_digits(weight, x.shape[0]))
+    return y if result is y else y.copy_(result)
+
+
+def _digits(weight: CpuWeight, tokens: int) -> int:
+    """Three are float32; of 16 bits two are more than enough, and one is as fast as many tokens can be. What a format
+    has rounded itself is not rounded to one again."""
+    if weight.dtype == torch.float32:
+        return 3
+    return 2 if tokens <= PRECISE_TOKENS or weight.fmt.input_rounding else 1
+
+
+_KERNELS = by_name(Kernel("tiles", _run), Kernel("slabs", _run))
+
+
+def _check(x: Tensor, weight: CpuWeight, bias: Tensor | None, out: Tensor | None) -> None:
+    kernel = "linear on a CPU"
+    check_shape(kernel, "x", x, (None, weight.inputs))
+    check_dtype(kernel, "x", x, (weight.dtype,))
+    check_same_device(kernel, weight=weight.held.codes, x=x, bias=bias, out=out)
+    if bias is not None:
+        check_shape(kernel, "bias", bias, (weight.outputs,))
+        check_dtype(kernel, "bias", bias, (weight.dtype,))
+    if out is not None:
+        check_shape(kernel, "out", out, (x.shape[0], weight.outputs))
+        check_dtype(kernel, "out", out, (weight.dtype,))

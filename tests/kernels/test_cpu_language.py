@@ -1,0 +1,131 @@
+"""The language of CPU kernels, and what LLVM makes of it for processors that are not here."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from quantkit.kernels.cpu.bytes import dot, look_up
+from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
+from quantkit.kernels.cpu.floats import load_floats, to_stored
+from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
+from quantkit.kernels.cpu.pool import Pool, shared_pool
+from quantkit.kernels.cpu.processor import KNOWN, Processor, this_processor
+from quantkit.kernels.cpu.product import Kind, multiply
+from quantkit.kernels.cpu.tiles import Codes
+
+pytestmark = pytest.mark.kernel
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+INSTRUCTIONS = {"sdot": "sdot", "vpdpbusd": "vpdpbusd", "pmaddubsw": "vpmaddubsw", "wide": "mul"}
+
+
+def run(body: object, *tensors: torch.Tensor) -> None:
+    address = compiled("kernel", len(tensors), body)  # type: ignore[arg-type]
+    callable_at(address, len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def test_loops_and_conditions() -> None:
+    """Numbers of 0 to 9, except 4, times two; then their sum."""
+    numbers = torch.arange(10)
+
+    def body(code: Code, address: Value) -> None:
+        total = code.variable(code.constant(I64, 0))
+        with code.loop(0, 10) as place:
+            value = code.load(I64, address, place)
+            with code.when((value < 4) | (code.constant(I64, 4) < value)):
+                code.store(value * 2, address, place)
+            total.set(total.get() + code.load(I64, address, place))
+        count = code.variable(code.constant(I64, 0))
+        with code.repeat() as again:
+            again(count.get() < 3)
+            count.set(count.get() + 1)
+        code.store(total.get() + count.get(), address, 0)
+
+    run(body, numbers)
+    assert numbers.tolist() == [2 * sum(range(10)) - 4 + 3, 2, 4, 6, 4, 10, 12, 14, 16, 18]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_floats_are_stored_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    values = torch.randn(16, generator=torch.Generator().manual_seed(0)) * 100
+    values[:4] = torch.tensor([float("nan"), float("inf"), 1 + 2**-8, 1 + 3 * 2**-8])  # the last two are ties
+    stored, back = torch.zeros(16, dtype=dtype), torch.zeros(16)
+
+    def body(code: Code, source: Value, half: Value, target: Value) -> None:
+        code.store(to_stored(code, dtype, code.load(F32.x(16), source)), half)
+        code.store(load_floats(code, dtype, 16, half), target)
+
+    run(body, values, stored, back)
+    assert torch.equal(stored.nan_to_num(7), values.to(dtype).nan_to_num(7))
+    assert torch.equal(back.nan_to_num(7), stored.float().nan_to_num(7))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_bytes(bits: int) -> None:
+    """Codes as the processor takes them, the largest among them; more lanes than any processor has."""
+    generator = torch.Generator().manual_seed(bits)
+    signed = this_processor().multiplies_signed and bits == 8
+    low, high = (-128, 128) if signed else (0, 1 << bits)
+    codes = torch.randint(low, high, (128,), generator=generator)
+    x = torch.randint(-127, 128, (128,), generator=generator)
+    codes[:8], x[:8] = high - 1, -127
+    sums = torch.arange(32, dtype=torch.int32)
+    expected = sums + (codes * x).view(32, 4).sum(1)
+
+    def body(code: Code, left: Value, right: Value, target: Value) -> None:
+        bytes_of = partial(code.load, I8.x(128))
+        start = code.load(I32.x(32), target)
+        code.store(dot(code, start, bytes_of(left), bytes_of(right), bits=bits), target)
+
+    run(body, codes.to(torch.uint8), x.to(torch.int8), sums)
+    assert torch.equal(sums, expected.int())
+
+
+def test_looking_up() -> None:
+    table = [3, -7, 127, -128, *range(12)]
+    places, found = torch.randint(0, 16, (64,), dtype=torch.uint8), torch.zeros(64, dtype=torch.int8)
+
+    def body(code: Code, source: Value, target: Value) -> None:
+        code.store(look_up(code, table, code.load(I8.x(64), source)), target)
+
+    run(body, places, found)
+    assert torch.equal(found, torch.tensor(table, dtype=torch.int8)[places.int()])
+
+
+@pytest.mark.parametrize("processor", KNOWN.values(), ids=KNOWN)
+def test_other_processors(processor: Processor) -> None:
+    """Their own instruction multiplies, for integers and for tables."""
+    for codes in (Codes(4, zero=8), Codes(4, digits=(tuple(range(16)), tuple(range(16))))):
+        kind = Kind(codes, 32, 2, 2, torch.bfloat16, torch.bfloat16)
+        text = assembly("product", 3, partial(multiply, kind=kind), processor)
+        wide = processor.dot == "pmaddubsw" and codes.digits
+        assert ("vpm" if wide else INSTRUCTIONS[processor.dot]) in text
+
+
+def test_every_piece_is_done_once() -> None:
+    """By jobs that follow at once, and by jobs after all threads fell asleep; callers take turns."""
+
+    def add_one(code: Code, arguments: Value, first: Value, last: Value) -> None:
+        numbers = code.load(I64, arguments)
+        with code.loop(first, last) as place:
+            code.store(code.load(I64, numbers, place) + 1, numbers, place)
+
+    kernel, numbers, pool = compiled("add_one", 3, add_one), torch.zeros(37, dtype=torch.int64), Pool(4)
+    busy = [threading.Thread(target=lambda: [pool.run(kernel, [numbers.data_ptr()], 37) for _ in range(300)])]
+    busy += [threading.Thread(target=lambda: [pool.run(kernel, [numbers.data_ptr()], 36) for _ in range(300)])]
+    for thread in busy:
+        thread.start()
+    for thread in busy:
+        thread.join()
+    pause = threading.Event()
+    for _ in range(5):
+        pause.wait(0.01)
+        pool.run(kernel, [numbers.data_ptr()], 37)
+    pool.close()
+    assert numbers.tolist() == [605] * 36 + [305]
+
+
+def test_the_pool_of_a_process_is_one() -> None:
+    assert shared_pool() is shared_pool()
+    assert shared_pool().threads == torch.get_num_threads()
