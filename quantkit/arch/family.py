@@ -62,6 +62,11 @@ class Family:
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size), the factor rounded to the weights' dtype
     tie_word_embeddings: bool = False
 
+    @property
+    def may_have_experts(self) -> bool:
+        """Whether it is worth asking layer by layer: a family whose layers are all alike has none."""
+        return callable(self.layout)
+
     def stages(self, layer: int, config: Config) -> tuple[Stage, ...]:
         """What one layer consists of, in forward order; names are those inside the layer."""
         return self.layout(layer, config) if callable(self.layout) else self.layout
