@@ -127,6 +127,15 @@ class Family:
                 found += [f"{self.blocks}.{layer}.{name}" for name in names]
         return found
 
+    def gates(self, config: Config) -> list[str]:
+        """Small linears that are never quantized: routers, and what says how much a shared expert counts."""
+        found: dict[str, None] = {}
+        for layer in range(size(config, "num_hidden_layers", MOST_LAYERS)):
+            for stage in self.stages(layer, config):
+                names = (stage.experts and stage.experts.router, stage.gate)
+                found |= dict.fromkeys(f"{self.blocks}.{layer}.{name}" for name in names if name)
+        return list(found)
+
     def has_qk_norm(self, config: Config) -> bool:
         return self.qk_norm if self.qk_norm_key is None else bool(config.get(self.qk_norm_key))
 

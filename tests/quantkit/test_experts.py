@@ -101,6 +101,25 @@ def test_every_expert_is_quantized_and_read_back(
     assert off_by(logits(found, tokens), logits(model, tokens)) < most
 
 
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [
+        (("rtn-w4g32", "format.name=ct-packed"), "ignore"),
+        (("rtn-w4g32", "format.name=awq", "format.sym=false"), "modules_to_not_convert"),
+        (("nf4",), "llm_int8_skip_modules"),
+        (("rtn-w4g32",), "dynamic"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_config_json_names_routers_and_gates(recipe: tuple[str, ...], key: str, models: Any, tmp_path: Path) -> None:
+    """Engines would take them for quantized layers; of GPTQ they know, and its own lists are of other layers."""
+    gates = [f"model.layers.1.mlp.{name}" for name in ("gate", "shared_expert_gate")]
+    assert FAMILIES["qwen2_moe"].gates(Checkpoint(models("qwen2_moe")[0]).config) == gates
+    quantkit.quantize(models("qwen2_moe")[0], load_recipe(recipe[0], recipe[1:]), tmp_path / "out", quality_windows=0)
+    written = Checkpoint(tmp_path / "out").config["quantization_config"].get(key, [])
+    assert [name for name in written if name != "lm_head"] == ([] if key == "dynamic" else gates)
+
+
 def change(folder: Path, tensors: Callable[[dict[str, Tensor]], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     tensors(weights)
