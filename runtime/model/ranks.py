@@ -111,7 +111,7 @@ def local_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
 
 def _local_stage(config: ModelConfig, stage: Stage, ranks: Ranks) -> Stage:
     """With the width that a rank has, or as many whole experts."""
-    if stage.part.kind == "attention":
+    if stage.part.kind == "attention" or ranks.tensor == 1:
         return stage
     if stage.experts is None:
         return replace(stage, width=config.width(stage) // ranks.tensor)

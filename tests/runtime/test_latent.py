@@ -28,7 +28,7 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.experts import ExpertMlp
 from quantkit.runtime.model.loading import load_weights
-from quantkit.runtime.model.ranks import Ranks, check_parallel
+from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.weight_sizes import tensor_bytes
 from quantkit.runtime.parallel.rank_memory import rank_weight_bytes, resident_bytes
 from quantkit.runtime.scoring import score_tokens
@@ -169,7 +169,7 @@ def test_wrong_checkpoints(name: str, family_model: FamilyModel, tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
-def test_gpus_and_tensor_ranks_refuse_in_one_line(family_model: FamilyModel) -> None:
+def test_gpus_refuse_in_one_line(family_model: FamilyModel) -> None:
     message = (
         r"^the model has latent attention, which quantkit has no GPU kernels for yet; use --device cpu, or another"
     )
@@ -177,6 +177,3 @@ def test_gpus_and_tensor_ranks_refuse_in_one_line(family_model: FamilyModel) -> 
         plan_card(KNOWN["sm_90"], (), has_latent=True)
     with pytest.raises(InputError, match=message):
         look_on_gpu(family_model("deepseek_v2"), "h100")
-    config = read_model_config(Checkpoint(family_model("deepseek_v2")).config)
-    with pytest.raises(InputError, match=r"tensor parallel is 2, but .*'deepseek_v2' has latent attention.*--pipeline"):
-        check_parallel(config, None, Ranks(2))
