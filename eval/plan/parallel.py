@@ -39,8 +39,12 @@ class StageTime:
     routed: tuple[RoutedBytes, ...] = ()
     bandwidth: float = 1.0
 
+    def routed_seconds(self, batch: int) -> float:
+        """To read the experts that are chosen."""
+        return sum(part.read(batch) for part in self.routed) / self.bandwidth
+
     def seconds(self, batch: int) -> float:
-        weights = self.weights + sum(part.read(batch) for part in self.routed) / self.bandwidth
+        weights = self.weights + self.routed_seconds(batch)
         return max(weights + batch * self.cache, batch * self.compute) + self.fixed + batch * self.per_token
 
 

@@ -228,6 +228,8 @@ def test_experts_need_their_own_word(run_cli: Callable[..., tuple[int, str, str]
     assert (code, "add --expert-parallel" in err) == (2, True)
     code, out, _ = run_cli(*shape, "2", "--pipeline-parallel", "2", "--expert-parallel")
     assert (code, "tensor 2 x pipeline 2" in out) == (0, True)
+    code, out, _ = run_cli(*shape, "8", "--expert-parallel", "--explain")
+    assert (code, "16 of 128 experts" in out, "ms experts that are chosen" in out) == (0, True, True)
     for wrong in (shape[:-1], (*shape, "1")):
         code, _, err = run_cli(*wrong, "--expert-parallel")
         assert (code, err.count("\n"), "--tensor-parallel" in err) == (2, 1, True)

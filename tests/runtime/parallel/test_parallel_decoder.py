@@ -155,9 +155,15 @@ def test_experts(family: str, tensor: int, pipeline: int, family_model: Callable
 
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [("mixtral", "rtn-w4g32"), ("qwen3_moe", "rtn-w4g32"), ("qwen3_moe", "nf4"), ("qwen2_moe", "fp8"),
-     ("deepseek_v2", "llm-int8"), ("deepseek_v3", "rtn-w4g32")],
-)  # fmt: skip
+    [
+        ("mixtral", "rtn-w4g32"),
+        ("qwen3_moe", "rtn-w4g32"),
+        ("deepseek_v3", "rtn-w4g32"),
+        ("qwen2_moe", "fp8"),
+        pytest.param("qwen3_moe", "nf4", marks=pytest.mark.long),
+        pytest.param("deepseek_v2", "llm-int8", marks=pytest.mark.long),
+    ],
+)
 def test_quantized_experts(family: str, recipe: str, family_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Whole, whatever their groups are; FP8's attention and shared experts are gathered."""
     options = {"rtn-w4g32": ("format.name=ct-packed", "format.group_size=16"), "nf4": ("format.block=32",)}
