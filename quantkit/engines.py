@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from quantkit.engine_runs import Run, run_of_layout
-from quantkit.formats import Dialect, Format, IntegerFormat, Refusal, dialect_of
+from quantkit.formats import CtPacked, Dialect, Format, IntegerFormat, Refusal, dialect_of
 from quantkit.formats.base import EngineName, name_in_block
 from quantkit.formats.compressed_tensors import CompressedTensorsDialect
 from quantkit.formats.gptq import Gptq, GptqDialect
@@ -37,6 +37,11 @@ class Layers:
         """Whether some blocks keep a layer that others quantize."""
         quantized = {name_in_block(module) for module in self.formats}
         return not quantized.isdisjoint(name_in_block(module) for module in self.kept_in_blocks)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts are quantized."""
+        return any(".experts." in module for module in self.formats)
 
     @property
     def distinct(self) -> tuple[Format, ...]:
@@ -98,6 +103,8 @@ def layout_of(layers: Layers) -> str:
     words = [dialect_of(layers.formats).quant_method, *(["mixed"] if mixed else []), " + ".join(kinds)]
     if "lm_head" in layers.formats:
         words.append("with lm_head")
+    if layers.has_experts:
+        words.append("with experts")
     if layers.kept_in_blocks:
         words.append("kept unevenly" if layers.kept_unevenly else "with layers kept")
     return " ".join(words)
@@ -116,6 +123,10 @@ def _refusals(layers: Layers, dialect: Dialect | None) -> Iterator[Refusal]:
     if layers.experts_apart:
         said = "reads all experts of a layer of this family from one tensor, but here they are stored one by one"
         yield from (Refusal(engine, said) for engine in get_args(EngineName) if engine != "quantkit")
+    elif layers.has_experts and dialect is not None:
+        yield from dialect.refusals_of_experts
+        if any(isinstance(fmt, CtPacked) and not fmt.sym for fmt in layers.distinct):
+            yield Refusal("transformers", "does not read zero points of experts; use a symmetric recipe")
     if mixed and isinstance(dialect, CompressedTensorsDialect):
         yield Refusal("SGLang", "mixed compressed-tensors groups are not fused")
     if mixed and gptq:

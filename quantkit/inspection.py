@@ -13,6 +13,7 @@ from quantkit.arch import FAMILIES, family_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.engines import Layers, Verdict, verdicts
 from quantkit.errors import InputError
+from quantkit.expert_check import check_experts
 from quantkit.sources import model_folder
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -43,6 +44,7 @@ class Inspection:
 def inspect_checkpoint(model: str | Path) -> Inspection:
     """Reads headers and config only, no weights beyond the few small parts that tell a layer's shape."""
     checkpoint = Checkpoint(model_folder(model))
+    check_experts(checkpoint)
     formats = checkpoint.formats
     quantized = sum(math.prod(checkpoint.layer_shape(module)) for module in formats)
     part_names = [name for module in formats for name in checkpoint.part_names(module)]

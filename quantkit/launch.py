@@ -92,11 +92,11 @@ class Launch:
 
 def read_target(model: str, *, tensor: int = 1, pipeline: int = 1, max_context: int | None = None) -> Target:
     """Reads headers and config only; InputError where the model cannot be cut so, or was not made for the context."""
-    ranks = Ranks(tensor, pipeline)
     folder = model_folder(model)
     found = inspect_checkpoint(folder)
     checkpoint = Checkpoint(folder)
     config = read_model_config(checkpoint.config)
+    ranks = Ranks(tensor, pipeline, experts=config.has_experts and tensor > 1)
     check_parallel(config, checkpoint, ranks)
     if max_context is not None and not 1 <= max_context <= config.max_positions:
         raise InputError(f"--max-context is {max_context}, but this model takes 1 to {config.max_positions} tokens")
@@ -153,6 +153,7 @@ def _quantkit(target: Target) -> Launch:
     command: tuple[str, ...] = ("quantkit", "serve", target.given, "--max-context", str(target.max_context))
     for flag, size in (("--tensor-parallel", target.ranks.tensor), ("--pipeline-parallel", target.ranks.pipeline)):
         command += (flag, str(size)) if size > 1 else ()
+    command += ("--expert-parallel",) if target.ranks.experts else ()
     return Launch("quantkit", command, "")
 
 
@@ -215,6 +216,7 @@ def deploy_config(target: Target, replicas: tuple[int, int], path: str) -> dict[
                 "name": target.name,
                 "path": path,
                 "tensor_parallel": target.ranks.tensor,
+                **({"expert_parallel": True} if target.ranks.experts else {}),
                 "pipeline_parallel": target.ranks.pipeline,
                 "replicas": {"min": replicas[0], "max": replicas[1]},
                 # Serve may build the application before a pod with GPUs is there: `auto` would take the CPU.

@@ -13,6 +13,7 @@ from quantkit.arch import FAMILIES, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.devices import resolve_device
 from quantkit.errors import InputError, StorageError
+from quantkit.expert_check import check_experts
 from quantkit.expert_modules import file_name, fused_weights, module_name, separate_experts
 from quantkit.formats.base import DTYPES, check_choice
 from quantkit.progress import Progress, silent
@@ -42,6 +43,7 @@ def load_reference(
     check_choice("activations", activations, ("exact", "served"))
     device = resolve_device(device)
     checkpoint = Checkpoint(model_folder(model))
+    check_experts(checkpoint)
     dtype = dtype or checkpoint.dtype
     check_choice("dtype", dtype, tuple(DTYPES))
     plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}

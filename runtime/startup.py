@@ -14,6 +14,7 @@ import torch
 from quantkit.arch import Config
 from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.devices import on_device
+from quantkit.expert_check import check_experts
 from quantkit.formats import Format
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
@@ -79,6 +80,7 @@ def start_engine(
     with stages.stage("read headers"):
         checkpoint = Checkpoint(model_folder(model))
         config = read_model_config(checkpoint.config, _generation_config(checkpoint.folder))
+        check_experts(checkpoint)
     dtype = options.torch_dtype(checkpoint.dtype)
     draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
     peers = start_peers(str(model), checkpoint, config, dtype, options, launcher, draft)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.errors import InputError
 from quantkit.eval.plan.gpus import Gpu
@@ -39,8 +39,12 @@ class StageTime:
     routed: tuple[RoutedBytes, ...] = ()
     bandwidth: float = 1.0
 
+    def routed_seconds(self, batch: int) -> float:
+        """To read the experts that are chosen."""
+        return sum(part.read(batch) for part in self.routed) / self.bandwidth
+
     def seconds(self, batch: int) -> float:
-        weights = self.weights + sum(part.read(batch) for part in self.routed) / self.bandwidth
+        weights = self.weights + self.routed_seconds(batch)
         return max(weights + batch * self.cache, batch * self.compute) + self.fixed + batch * self.per_token
 
 
@@ -196,6 +200,10 @@ class ParallelPlan:
     def gpu_counts(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(ranks.world for ranks in self.layouts if ranks.world > 1))
 
+    def all_tensor(self, count: int) -> Ranks:
+        """So many GPUs without stages."""
+        return Ranks(count, experts=any(ranks.experts for ranks in self.layouts))
+
 
 def plan_parallel(
     model: PlannedModel,
@@ -230,7 +238,8 @@ def _spread(decoder: Decoder, chosen: Chosen, gpu: Gpu, question: Question, layo
     width, prompts = decoder.attention_width, decoder.prompt_width
     one = Ceiling(cache, width, weigh(chosen, decoder), gpu, question.itemsize, prompts)
     spreads = {ranks: spread(decoder, chosen, ranks, gpu, question) for ranks in layouts}
-    for ranks in (other for asked in layouts for other in (Ranks(asked.world), Ranks(1, asked.world))):
+    experts = any(asked.experts for asked in layouts)
+    for ranks in (other for asked in layouts for other in (Ranks(asked.world, experts=experts), Ranks(1, asked.world))):
         if ranks not in spreads:
             try:
                 check_parallel(decoder.config, None, ranks)
@@ -248,7 +257,7 @@ def spread(decoder: Decoder, chosen: Chosen, ranks: Ranks, gpu: Gpu, question: Q
 
 def _stages(decoder: Decoder, chosen: Chosen, ranks: Ranks, gpu: Gpu, question: Question) -> Iterator[Stage]:
     for stage in range(ranks.pipeline):
-        part = shard(decoder, chosen, Ranks(ranks.tensor, ranks.pipeline, stage * ranks.tensor))
+        part = shard(decoder, chosen, replace(ranks, rank=stage * ranks.tensor))
         room = fit(
             gpu, part.weights, reserve_of(part.decoder, ranks.tensor), part.cache, question.itemsize, question.context
         )
@@ -271,7 +280,8 @@ def _fits_not(plan: ParallelPlan) -> str:
 
 
 def _smallest_layout(plan: ParallelPlan, chosen: Chosen) -> str:
-    layouts = (Ranks(tensor, pipeline) for tensor in _TENSORS for pipeline in _PIPELINES)
+    experts = plan.decoder.config.has_experts
+    layouts = (Ranks(each, stages, experts=experts and each > 1) for each in _TENSORS for stages in _PIPELINES)
     for ranks in sorted(layouts, key=lambda ranks: (ranks.world, ranks.pipeline)):
         try:
             check_parallel(plan.decoder.config, None, ranks)
@@ -291,4 +301,5 @@ def title_of(ranks: Ranks) -> str:
 def options_of(ranks: Ranks) -> str:
     """As the command line spells it."""
     options = {"--tensor-parallel": ranks.tensor, "--pipeline-parallel": ranks.pipeline}
-    return " ".join(f"{name} {count}" for name, count in options.items() if count > 1) or "one GPU"
+    words = [f"{name} {count}" for name, count in options.items() if count > 1]
+    return " ".join([*words, *(["--expert-parallel"] if ranks.experts else [])]) or "one GPU"

@@ -28,8 +28,12 @@ def _weights(plan: ParallelPlan, stage: Stage) -> Iterator[Line]:
     yield "blocks of stage 0", f"{config.layers} layers / {ranks.pipeline} stages, rounded down = {blocks}"
     heads = f"{config.heads} / {ranks.tensor} = {local.heads} heads, {config.kv_heads} / {ranks.tensor}"
     replicated = " (at least 1: ranks share one)" if ranks.tensor > config.kv_heads else ""
-    channels = f"{config.token_channels:,} / {ranks.tensor} = {local.token_channels:,} channels of the MLP"
-    yield "a rank", f"{heads} = {local.kv_heads} KV heads{replicated}, {channels}"
+    if config.has_experts:
+        counts = sorted({experts.count for experts in plan.decoder.experts.values()})
+        mlp = ", ".join(f"{len(ranks.own_experts(count))} of {count} experts" for count in counts)
+    else:
+        mlp = f"{config.token_channels:,} / {ranks.tensor} = {local.token_channels:,} channels of the MLP"
+    yield "a rank", f"{heads} = {local.kv_heads} KV heads{replicated}, {mlp}"
     weights = part.weights
     stored = f"{part.decoder.linear_weights:,} weights x {weights.linear_bits:.4f} bits / 8"
     yield "linears of a rank", f"{stored} = {_gb(weights.linear_bytes)} ({weights.scheme})"
@@ -107,6 +111,8 @@ def _decode(plan: ParallelPlan, here: Spread, link: Link) -> Iterator[Line]:
 
 def _stage(time: StageTime, batch: int) -> str:
     moved = f"{1e3 * time.weights:.3f} ms weights + {batch} x {1e6 * time.cache:.2f} us cache"
+    if time.routed:
+        moved += f" + {1e3 * time.routed_seconds(batch):.3f} ms experts that are chosen"
     computed = f"{batch} x {1e6 * time.compute:.2f} us computing"
     told = f"{1e3 * time.fixed:.3f} ms + {batch} x {1e6 * time.per_token:.2f} us exchanging"
     return f"max({moved}, {computed}) + {told} = {1e3 * time.seconds(batch):.3f} ms"

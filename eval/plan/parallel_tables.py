@@ -147,7 +147,7 @@ def _tensor_or_pipeline(plan: ParallelPlan, link: Link) -> Table:
     rows = []
     for count in plan.gpu_counts:
         for found in plan.formats:
-            both = (Ranks(count), Ranks(1, count))
+            both = (plan.all_tensor(count), Ranks(1, count))
             alone = (_speed(plan, found, ranks, link, 1, alone=True) for ranks in both)
             full = (_speed(plan, found, ranks, link, most) for ranks in both)
             prefill = (_prefill(plan, found, ranks, link) for ranks in both)
@@ -177,7 +177,7 @@ def _prefill(plan: ParallelPlan, found: SpreadFormat, ranks: Ranks, link: Link) 
 
 def ahead_from(plan: ParallelPlan, found: SpreadFormat, count: int, link: Link) -> int | None:
     """The batch from which a pipeline on so many GPUs decodes faster than tensor ranks; None: never, or no such cut."""
-    both = [found.spreads.get(ranks) for ranks in (Ranks(count), Ranks(1, count))]
+    both = [found.spreads.get(ranks) for ranks in (plan.all_tensor(count), Ranks(1, count))]
     if both[0] is None or both[1] is None:
         return None
     context = plan.question.context
@@ -187,7 +187,7 @@ def ahead_from(plan: ParallelPlan, found: SpreadFormat, count: int, link: Link) 
 def _ahead(plan: ParallelPlan, found: SpreadFormat, count: int, link: Link) -> str:
     pipeline = found.spreads.get(Ranks(1, count))
     batch = ahead_from(plan, found, count, link)
-    if pipeline is None or Ranks(count) not in found.spreads or not pipeline.requests:
+    if pipeline is None or plan.all_tensor(count) not in found.spreads or not pipeline.requests:
         return "-"
     return "none that fits" if batch is None or batch > pipeline.requests else f"{batch:,}"
 

@@ -15,6 +15,7 @@ from quantkit.eval.plan.weights import KEPT_BYTES, Chosen, WeightPlan, weigh_lin
 from quantkit.formats import Format, Gptq, Shape
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.ranks import Ranks, local_config
+from quantkit.stages import Stage
 
 ACTIVATION = 2  # bytes of a number that travels
 
@@ -42,7 +43,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank of one stage; all tensor ranks of a stage hold as much."""
+    """One rank of one stage: the first, which has most where experts do not divide evenly."""
 
     ranks: Ranks
     decoder: Decoder  # its sizes: heads, KV heads, channels, blocks
@@ -64,27 +65,43 @@ def shard(decoder: Decoder, chosen: Chosen, ranks: Ranks) -> Shard:
 
 
 def _linears(decoder: Decoder, chosen: Chosen, ranks: Ranks, part: ModelConfig) -> tuple[dict[str, Shape], Traffic]:
-    """The linears of this rank's blocks, and what their row-parallel ones exchange."""
-    config, family = decoder.config, decoder.config.family
+    """The linears of this rank's blocks, and what their row-parallel ones exchange.
+
+    What a shared expert gives is added to what experts give before both are summed up.
+    """
+    config = decoder.config
     linears: dict[str, Shape] = {}
     reduces = gathers = gathered = 0
-    own = [(layer, stage) for layer in ranks.blocks(config.layers) for stage in config.stages[layer]]
-    for layer, stage in own:
-        for module, shape in zip(family.modules(layer, stage), stage_shapes(part, stage), strict=True):
-            fmt, whole = chosen.formats[module], decoder.linears[module]
-            linears[module] = shape
-            if stage.role not in ("output", "down") or ranks.tensor == 1:
+    for layer, own in zip(ranks.blocks(config.layers), part.stages, strict=True):
+        for stage, local in zip(config.stages[layer], own, strict=True):
+            modules = _modules(config, layer, stage, ranks)
+            linears |= zip(modules, stage_shapes(part, local), strict=True)
+            if stage.role not in ("output", "down", "shared_down") or ranks.tensor == 1:
                 continue
-            if _gathers(fmt, shape[1], attention=stage.role == "output"):
+            if stage.routed:
+                reduces += 1
+                continue
+            (module,) = modules
+            fmt, whole = chosen.formats[module], decoder.linears[module]
+            if _gathers(fmt, linears[module][1], attention=stage.role == "output"):
                 linears[module] = (-(-whole[0] // ranks.tensor), whole[1])
                 gathers, gathered = gathers + 2, gathered + whole[0] + whole[1]
             else:
                 _check_groups(chosen, module, fmt, whole[1], ranks.tensor)
-                reduces += 1
+                reduces += stage.role != "shared_down"
     first = ranks.first_stage and ranks.tensor > 1
     reduces += first  # the embedding
     logits = config.vocab * ACTIVATION if first else 0
     return linears, Traffic(reduces, reduces * config.hidden * ACTIVATION, gathers, gathered * ACTIVATION, logits)
+
+
+def _modules(config: ModelConfig, layer: int, stage: Stage, ranks: Ranks) -> tuple[str, ...]:
+    """Of a stage; of experts, those that a rank has."""
+    modules = config.family.modules(layer, stage)
+    if stage.experts is None:
+        return modules
+    own, each = ranks.own_experts(stage.experts.count), len(stage.names)
+    return modules[own.start * each : own.stop * each]
 
 
 def _gathers(fmt: Format | None, inputs: int, *, attention: bool) -> bool:

@@ -116,6 +116,7 @@ def load_predictor(
     step_tokens: int | None = None,
     head_bits: int | None = None,
     tensor_parallel: int = 1,
+    expert_parallel: bool = False,
     pipeline_parallel: int = 1,
     on_part: Progress = silent,
 ) -> ReferencePredictor | RuntimePredictor:
@@ -135,7 +136,8 @@ def load_predictor(
         return _load_reference(model, window, dtype or "float32", device, activations, on_part)
     if activations != "served":
         raise InputError("the runtime serves, it cannot leave activations exact; use backend reference")
-    more = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "head_bits": head_bits}
+    more = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel, "head_bits": head_bits}
+    more |= {"pipeline_parallel": pipeline_parallel}
     return _load_runtime(model, window, dtype, device, step_tokens, more, on_part)
 
 

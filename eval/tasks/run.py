@@ -36,6 +36,7 @@ def run_tasks(
     dtype: str | None = None,
     backend: str = "runtime",
     tensor_parallel: int = 1,
+    expert_parallel: bool = False,
     pipeline_parallel: int = 1,
     seed: int = 0,
     with_samples: bool = False,
@@ -47,9 +48,11 @@ def run_tasks(
     told of each finished item of backend `runtime`, which may have several ranks.
     """
     ranks: dict[str, Any] = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    several = ranks != dict.fromkeys(ranks, 1)
+    ranks |= {"expert_parallel": expert_parallel}
     setting = Setting(model_name(model), backend, device, dtype, limit, fewshot, chat_template, seed)
     _check(setting)
-    if backend == "reference" and ranks != dict.fromkeys(ranks, 1):
+    if backend == "reference" and several:
         raise InputError("tensor_parallel and pipeline_parallel are the runtime's; use backend runtime")
     from quantkit.eval.tasks.catalog import find_tasks
 

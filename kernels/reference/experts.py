@@ -47,24 +47,27 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def sum_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
+def sum_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp], first: int = 0) -> Tensor:
     """For every token of x [tokens, hidden] the weighted sum of what its experts make of it, in x's dtype.
 
-    An expert sees the tokens that chose it, and is not called where none did. The products are added in float32 in the
-    order of the experts' numbers, so that a token's sum is the same whoever else is in the batch.
+    `experts` are those from number `first` on; what others would add is left out. An expert sees the tokens that chose
+    it, and is not called where none did. The products are added in float32 in the order of the experts' numbers, so
+    that a token's sum is the same whoever else is in the batch.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for number in chosen.unique().tolist():
+        if not first <= number < first + len(experts):
+            continue
         tokens, place = (chosen == number).nonzero(as_tuple=True)
-        output = experts[number](x[tokens]).float() * weights[tokens, place, None].float()
+        output = experts[number - first](x[tokens]).float() * weights[tokens, place, None].float()
         total.index_add_(0, tokens, output)
     return total.to(x.dtype)
 
 
-def sum_of_every_expert(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
+def sum_of_every_expert(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp], first: int = 0) -> Tensor:
     """The same where the host may not know who was chosen: every expert sees all tokens, which is slow."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for number, expert in enumerate(experts):
+    for number, expert in enumerate(experts, first):
         chose = chosen == number
         weight = (weights.float() * chose).sum(-1, keepdim=True)
         total += torch.where(chose.any(-1, keepdim=True), expert(x).float() * weight, 0.0)

@@ -62,6 +62,11 @@ class Family:
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size), the factor rounded to the weights' dtype
     tie_word_embeddings: bool = False
 
+    @property
+    def may_have_experts(self) -> bool:
+        """Whether it is worth asking layer by layer: a family whose layers are all alike has none."""
+        return callable(self.layout)
+
     def stages(self, layer: int, config: Config) -> tuple[Stage, ...]:
         """What one layer consists of, in forward order; names are those inside the layer."""
         return self.layout(layer, config) if callable(self.layout) else self.layout
@@ -121,6 +126,15 @@ class Family:
                 names += [experts.correction] if experts.correction else []
                 found += [f"{self.blocks}.{layer}.{name}" for name in names]
         return found
+
+    def gates(self, config: Config) -> list[str]:
+        """Small linears that are never quantized: routers, and what says how much a shared expert counts."""
+        found: dict[str, None] = {}
+        for layer in range(size(config, "num_hidden_layers", MOST_LAYERS)):
+            for stage in self.stages(layer, config):
+                names = (stage.experts and stage.experts.router, stage.gate)
+                found |= dict.fromkeys(f"{self.blocks}.{layer}.{name}" for name in names if name)
+        return list(found)
 
     def has_qk_norm(self, config: Config) -> bool:
         return self.qk_norm if self.qk_norm_key is None else bool(config.get(self.qk_norm_key))

@@ -29,6 +29,11 @@ _ENGINE = (
         "--tensor-parallel", default=1, show_default=True, metavar="N", help="GPUs among which every layer is divided."
     ),
     click.option(
+        "--expert-parallel",
+        is_flag=True,
+        help="With --tensor-parallel: divide the experts of a layer among the GPUs; models with experts need it.",
+    ),
+    click.option(
         "--pipeline-parallel",
         default=1,
         show_default=True,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _KL_WINDOWS = 8
 _WORST = 8  # linears printed; JSON has all
 _COUNT = click.IntRange(min=1)
-_RANKS = ("tensor_parallel", "pipeline_parallel")
+_RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path")
 _BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
 _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_tokens", "exact_activations")
@@ -45,6 +45,8 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
 @device_option
 @click.option("--tensor-parallel", default=1, show_default=True, metavar="N",
               help="Runtime: GPUs among which every layer is divided.")  # fmt: skip
+@click.option("--expert-parallel", is_flag=True,
+              help="Runtime, with --tensor-parallel: divide the experts of a layer among the GPUs.")  # fmt: skip
 @click.option("--pipeline-parallel", default=1, show_default=True, metavar="N",
               help="Runtime: stages of consecutive blocks, each on GPUs of its own.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Of the intervals' resampling.")
@@ -154,7 +156,7 @@ def _check_options(base: str | None, options: dict[str, Any]) -> None:
         if options[name] and options["backend"] != "runtime":
             raise click.UsageError(f"{_flag(name)} is about the runtime; add --backend runtime")
     for name in _RANKS:
-        if options[name] > 1 and options["backend"] != "runtime":
+        if (options[name] is True or options[name] > 1) and options["backend"] != "runtime":
             raise click.UsageError(f"{_flag(name)} is about the runtime; add --backend runtime")
     if options["exact_activations"] and options["backend"] == "runtime":
         raise click.UsageError("--exact-activations needs --backend reference; the runtime rounds as the format says")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quantkit.eval.plan.parallel import ParallelPlan
     from quantkit.eval.plan.plan import FormatPlan, ServingPlan
     from quantkit.eval.plan.question import Question
+    from quantkit.runtime.model.ranks import Ranks
 
 _KV = "Of the cache: auto is 16 bit."
 _RECIPES = "Recipes to plan for, comma-separated names or YAML files; bf16 is always there. Default: eight of them."
@@ -23,6 +24,7 @@ _TENSOR = "Plan for ranks that cut every layer; one number or several, such as 2
 _PIPELINE = "Plan for stages of consecutive layers; one number or several."
 _LINK = "Between GPUs: nvlink, pcie, pcie4, GB/s each way, or GB/s:us of a hop.  [default: nvlink,pcie]"
 _NEW = "Of the context, those of the answer, for costs; default: 256, at most half of it."
+_EXPERTS = "With --tensor-parallel: ranks divide the experts of a layer; models with experts need it."
 _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 
 
@@ -39,6 +41,7 @@ _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 @click.option("--price-per-hour", type=float, metavar="P", help="Of the GPU, in any currency: adds estimated costs.")
 @click.option("--efficiency", default=1.0, show_default=True, metavar="X", help=_EFFICIENCY)
 @click.option("--tensor-parallel", metavar="LIST", help=_TENSOR)
+@click.option("--expert-parallel", is_flag=True, help=_EXPERTS)
 @click.option("--pipeline-parallel", metavar="LIST", help=_PIPELINE)
 @click.option("--link", metavar="LIST", help=_LINK)
 @click.option("--explain", "explained", is_flag=True, help="Every formula with its numbers, for one format.")
@@ -54,6 +57,7 @@ def command(
     price_per_hour: float | None,
     efficiency: float,
     tensor_parallel: str | None,
+    expert_parallel: bool,
     pipeline_parallel: str | None,
     link: str | None,
     explained: bool,
@@ -77,9 +81,12 @@ def command(
     names = [name for given in formats for name in given.split(",") if name]
     chosen, note = _choose_gpu(gpu)
     if tensor_parallel is not None or pipeline_parallel is not None:
-        spread = _plan_parallel(model, names, chosen, question, (tensor_parallel, pipeline_parallel, link))
+        layouts = _layouts(tensor_parallel, pipeline_parallel, experts=expert_parallel)
+        spread = _plan_parallel(model, names, chosen, question, layouts, link)
         _print_parallel(spread, note, explained=explained, as_json=as_json)
         return
+    if expert_parallel:
+        raise InputError("--expert-parallel divides experts among GPUs; say how many with --tensor-parallel")
     if link is not None:
         raise InputError("--link joins several GPUs; say how many with --tensor-parallel or --pipeline-parallel")
     plan = _plan(model, names, chosen, question)
@@ -101,8 +108,18 @@ def _plan(model: str, names: list[str], gpu: Gpu, question: Question) -> Serving
     return plan_serving(read_model(*find_config(model)), recipes, gpu, question)
 
 
+def _layouts(tensor: str | None, pipeline: str | None, *, experts: bool) -> list[Ranks]:
+    """Every number of ranks with every number of stages; one rank has all experts."""
+    from quantkit.runtime.model.ranks import Ranks
+
+    tensors, stages = _numbers("--tensor-parallel", tensor or "1"), _numbers("--pipeline-parallel", pipeline or "1")
+    if experts and max(tensors) == 1:
+        raise InputError("--expert-parallel divides experts among the ranks of --tensor-parallel, which is 1; set both")
+    return [Ranks(each, stage, experts=experts and each > 1) for each in tensors for stage in stages]
+
+
 def _plan_parallel(
-    model: str, names: list[str], gpu: Gpu, question: Question, layout: tuple[str | None, str | None, str | None]
+    model: str, names: list[str], gpu: Gpu, question: Question, layouts: list[Ranks], link: str | None
 ) -> ParallelPlan:
     from quantkit.eval.plan.links import DEFAULT_LINKS, find_link
     from quantkit.eval.plan.model import read_model
@@ -110,12 +127,8 @@ def _plan_parallel(
     from quantkit.eval.plan.plan import DEFAULT_RECIPES
     from quantkit.eval.plan.source import find_config
     from quantkit.recipe import load_recipe
-    from quantkit.runtime.model.ranks import Ranks
 
-    tensors = _numbers("--tensor-parallel", layout[0] or "1")
-    stages = _numbers("--pipeline-parallel", layout[1] or "1")
-    layouts = [Ranks(tensor, pipeline) for tensor in tensors for pipeline in stages]
-    links = [find_link(word.strip()) for word in (layout[2] or DEFAULT_LINKS).split(",") if word.strip()]
+    links = [find_link(word.strip()) for word in (link or DEFAULT_LINKS).split(",") if word.strip()]
     recipes = [load_recipe(name) for name in names or DEFAULT_RECIPES if name != "bf16"]
     return plan_parallel(read_model(*find_config(model)), recipes, gpu, question, layouts, links)
 

@@ -93,7 +93,7 @@ def _plan_ranks(
     from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
     from quantkit.runtime.parallel.rank_memory import rank_weight_bytes
 
-    ranks = Ranks(model.tensor_parallel, model.pipeline_parallel)
+    ranks = Ranks(model.tensor_parallel, model.pipeline_parallel, experts=model.expert_parallel)
     check_parallel(shape, checkpoint, ranks)
     dtype = options.torch_dtype(checkpoint.dtype)
     if options.torch_device.type == "cpu":

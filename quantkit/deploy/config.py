@@ -19,7 +19,7 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.server.config_file import KEYS_VARIABLE, parse_api_keys, read_config
 from quantkit.runtime.server.settings import ENGINE_OPTIONS, ServerSettings
 
-RANKS = ("tensor_parallel", "pipeline_parallel")  # keys of a model, not of its options
+RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")  # keys of a model, not of its options
 MODEL_OPTIONS = tuple(
     dict.fromkeys((*(name for name in ENGINE_OPTIONS if name not in RANKS), "max_queue", "tool_parser"))
 )
@@ -60,6 +60,7 @@ class ModelPlan(_Strict):
     name: str
     path: str = Field(min_length=1)
     tensor_parallel: int = Field(1, ge=1, le=1024)
+    expert_parallel: bool = False
     pipeline_parallel: int = Field(1, ge=1, le=1024)
     replicas: Replicas = Replicas.model_validate({})
     cpus: float = Field(1.0, gt=0)  # that Ray sets aside for each rank

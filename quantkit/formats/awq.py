@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
+    LEAVES_EXPERTS_OUT,
     Dialect,
     EngineName,
     Format,
@@ -129,6 +130,7 @@ class AwqDialect(Dialect):
     quant_method: ClassVar[str] = "awq"
     formats: ClassVar[tuple[type[Format], ...]] = (Awq,)
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("gptqmodel",)}
+    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (LEAVES_EXPERTS_OUT,)
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         if len(set(modules.values())) != 1:

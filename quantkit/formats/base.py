@@ -216,6 +216,12 @@ class Format(ABC):
         return self.unpack(parts).dequantize(dtype)
 
 
+LEAVES_EXPERTS_OUT = Refusal(
+    "transformers",
+    "leaves quantized experts out and goes on with random ones; use compressed-tensors without zero points",
+)
+
+
 class TensorInfo(NamedTuple):
     """What a safetensors header says about one tensor: its dtype in safetensors' spelling, and its shape."""
 
@@ -231,6 +237,8 @@ class Dialect(ABC):
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {}  # that an engine needs beside itself to load it
     serve_flags: ClassVar[Mapping[EngineName, str]] = {}  # that an engine's command needs
     cut_elsewhere: ClassVar[bool] = True  # whether vLLM and SGLang divide its layers among GPUs
+    lists_gates: ClassVar[bool] = True  # whether routers and gates are named among the layers left as they were
+    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = ()  # as transformers 5.22 was seen to do (docs/interop.md)
 
     @abstractmethod
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import Dialect, EngineName, Format, TensorInfo, modules_with
+from quantkit.formats.base import Dialect, EngineName, Format, Refusal, TensorInfo, modules_with
 from quantkit.formats.bnb_4bit import BLOCK_SIZES, STATE, Bnb4Bit, Fp4, Nf4
 from quantkit.formats.llm_int8 import LlmInt8
 
@@ -23,6 +23,9 @@ class BitsAndBytesDialect(Dialect):
         "SGLang": "--load-format bitsandbytes",
     }
     cut_elsewhere: ClassVar[bool] = False
+    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (
+        Refusal("transformers", "takes the codes of experts for weights; use a recipe of compressed-tensors"),
+    )
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         if len(set(modules.values())) != 1:

@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
+    LEAVES_EXPERTS_OUT,
     Dialect,
     EngineName,
     Format,
@@ -189,6 +190,8 @@ class GptqDialect(Dialect):
     quant_method: ClassVar[str] = "gptq"
     formats: ClassVar[tuple[type[Format], ...]] = (Gptq,)
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("gptqmodel", "optimum")}
+    lists_gates: ClassVar[bool] = False  # nobody's GPTQ files do, and engines know it
+    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (LEAVES_EXPERTS_OUT,)
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         gptq = {name: fmt for name, fmt in modules.items() if isinstance(fmt, Gptq)}

@@ -21,6 +21,7 @@ from quantkit.checkpoint_writer import check_output, check_space
 from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_BYTES, WINDOW
 from quantkit.devices import resolve_device
 from quantkit.errors import InputError
+from quantkit.expert_check import check_experts
 from quantkit.formats import Format, Shape
 from quantkit.methods import Method, needs_data, package_of
 from quantkit.passes.calibrated import check_folds
@@ -121,6 +122,7 @@ def prepare(
     if source.formats:
         raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
     family, method = family_of(source.config), recipe.method.build()
+    check_experts(source)
     plan = recipe.plan(family, source.config, source.dtype)
     shapes = _check_plan(source, family, recipe, method, plan)
     check_blocks(source, family)

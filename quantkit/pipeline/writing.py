@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quantkit.arch import family_of
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.checkpoint import Checkpoint
 from quantkit.checkpoint_writer import CheckpointWriter
@@ -71,7 +72,8 @@ def write_checkpoint(
 def write_config(writer: CheckpointWriter, source: Checkpoint, modules: Mapping[str, Format], kept: list[str]) -> None:
     """config.json with its quantization_config, what older readers look for beside it, and the source's small files."""
     dialect = dialect_of(modules)
-    config = dialect.write(modules, kept)
+    gates = family_of(source.config).gates(source.config) if dialect.lists_gates else []
+    config = dialect.write(modules, [*kept, *gates])
     writer.add_json("config.json", source.config | {"quantization_config": config})
     for file in source.side_files():
         writer.add_file(file)

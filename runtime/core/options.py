@@ -35,6 +35,7 @@ class EngineOptions:
     graphs: bool = True  # CUDA graphs for steps that only decode
     overlap: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     tensor_parallel: int = 1  # processes, one on each GPU, among which every layer is divided
+    expert_parallel: bool = False  # experts are divided among these processes, which a model with experts asks for
     pipeline_parallel: int = 1  # stages, each with some of the blocks
     micro_batches: int | None = None  # steps on their way through the stages at once; None: one for each stage
     speculative: str | None = None  # ngram, draft=PATH, self=RECIPE or medusa=PATH: guess, verify at once
@@ -57,6 +58,8 @@ class EngineOptions:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_RANKS:
                 raise InputError(f"{name} is {value!r}, but must be a whole number from 1 to {MOST_RANKS}")
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise InputError("expert_parallel divides experts among the ranks of tensor_parallel, which is 1; set both")
         if self.micro_batches is not None and self.pipeline_parallel == 1:
             raise InputError("micro_batches is about the stages of pipeline_parallel, which is 1; leave it out")
         if type(self.page_size) is not int or self.page_size < 16 or self.page_size & (self.page_size - 1):

@@ -16,7 +16,7 @@ from quantkit.runtime.model import latent_attention
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.latent_attention import LatentStep, divide_step
-from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Weights
+from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import RopeTable
@@ -78,7 +78,7 @@ class Decoder:
             else:
                 x = self._latent_attention(layer, block, x, batch, cache, latent_step)
             x = self._add(x, block.after_attention, residual, block.before_mlp)
-            x = block.mlp(x, self._dense_mlp)
+            x = self._mlp(block.mlp, x)
             x = self._add(x, block.after_mlp, residual, next_norm)
         return x
 
@@ -183,9 +183,22 @@ class Decoder:
         )
         return self._whole(block.output, attended.flatten(1))
 
+    def _mlp(self, mlp: Mlp, x: Tensor) -> Tensor:
+        return self._group.all_reduce(mlp(x, self._term)) if mlp.gives_term else mlp(x, self._dense_mlp)
+
     def _dense_mlp(self, mlp: DenseMlp, x: Tensor) -> Tensor:
-        gate_up = mlp.gate_up(x)
-        return self._whole(mlp.down, self._ops.gated_activation(gate_up, self.config.activation, clip=self.config.clip))
+        return self._whole(mlp.down, self._activated(mlp, x))
+
+    def _term(self, mlp: DenseMlp, x: Tensor) -> Tensor:
+        """What this rank adds to a sum over all of them; what is gathered, rank 0 adds."""
+        if not mlp.down.gathered:
+            return mlp.down(self._activated(mlp, x))
+        whole = self._dense_mlp(mlp, x)
+        return whole if self._group.rank == 0 else torch.zeros_like(whole)
+
+    def _activated(self, mlp: DenseMlp, x: Tensor) -> Tensor:
+        between: Tensor = self._ops.gated_activation(mlp.gate_up(x), self.config.activation, clip=self.config.clip)
+        return between
 
     def _add(self, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor | None) -> Tensor:
         """residual += x (through its own norm where the family has one); then the norm that follows, where one does."""

@@ -3,12 +3,16 @@
 On a GPU the experts of a layer are stacked and routed kernels run (`GroupedMlp`). `ExpertMlp` computes one expert after
 the other: on a CPU, and on a GPU in formats without a routed kernel, where every expert then sees every token, because
 the host does not know who was chosen.
+
+Where ranks divide experts, each has some whole, chooses for all tokens as the others do, and computes what its own add:
+a term of the sum that the decoder makes over all ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -43,6 +47,9 @@ class ExpertMlp:
     routing: Routing
     shared: SharedExpert | None
     correction: Tensor | None = None  # float32 [experts], where the routing has one
+    first: int = 0  # the number of the first of these experts
+
+    gives_term: ClassVar[bool] = True
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -53,7 +60,7 @@ class ExpertMlp:
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
         chosen, weights = self._choice(x)
         add_up = sum_of_every_expert if x.is_cuda else sum_of_experts
-        routed = add_up(x, chosen, weights, [partial(run, expert) for expert in self.experts])
+        routed = add_up(x, chosen, weights, [partial(run, expert) for expert in self.experts], self.first)
         if self.shared is None:
             return routed
         gate = None if self.shared.gate is None else self.shared.gate(x)
@@ -76,6 +83,9 @@ class GroupedMlp:
     shared: SharedExpert | None
     correction: Tensor | None = None  # float32 [experts], where the routing has one
     float32: bool = False  # logits are computed in it
+    first: int = 0  # the number of the first of these experts
+
+    gives_term: ClassVar[bool] = True
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -90,7 +100,7 @@ class GroupedMlp:
     @property
     def share_of_token(self) -> float:
         """Of the experts, that one token is sent to."""
-        return self.rule.per_token / self.down.count
+        return self.rule.per_token / self.router.outputs
 
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
         from quantkit.kernels.linear.grouped.experts import sum_of_experts  # needs Triton
@@ -110,6 +120,8 @@ class GroupedMlp:
             correction=self.correction,
             shared=shared,
             gate=gate,
+            first=self.first,
+            experts=self.router.outputs,
         )
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -62,6 +62,8 @@ class DenseMlp:
     gate_up: Linear
     down: Linear
 
+    gives_term: ClassVar[bool] = False
+
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down
@@ -76,11 +78,13 @@ RunDense = Callable[[DenseMlp, Tensor], Tensor]  # the decoder's: it knows the a
 class Mlp(Protocol):
     """The MLP of a block: a `DenseMlp`, or one with experts (`experts.py`)."""
 
+    gives_term: ClassVar[bool]  # one rank's term of a sum; else all that the ranks have together
+
     @property
     def linears(self) -> tuple[Linear, ...]: ...
 
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
-        """x [tokens, hidden] through it; `run` computes the dense ones that it consists of."""
+        """x [tokens, hidden] through it; `run` computes the dense ones that it consists of, whole or as terms."""
         ...
 
 

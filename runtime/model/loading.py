@@ -100,17 +100,25 @@ class _BlockReader:
             mlp=self._mlp(),
             after_mlp=None if mlp.post_norm is None else self._norm(mlp.post_norm),
             latent=None if config.latent is None else self._latent(config.latent),
-            sinks=self.reader.tensor(self._full("self_attn.sinks"), (config.heads,)) if config.family.sinks else None,
+            sinks=self._sinks() if config.family.sinks else None,
         )
+
+    def _sinks(self) -> Tensor:
+        """Of this rank's heads."""
+        heads = self.reader.config.heads
+        return self.reader.tensor(self._full("self_attn.sinks"), (heads,))[self.ranks.share(heads)].clone()
 
     def _latent(self, sizes: LatentSizes) -> LatentProjections:
         kv_b, q_b = self._stages["kv_b"], self._stages.get("q_b")
         up = self.reader.decoded(self._full(kv_b.names[0]), self.reader.config.outputs(kv_b)[0], sizes.rank)
+        by_head = up.unflatten(0, (-1, sizes.expanded))
+        if self.ranks.tensor > 1:
+            by_head = by_head[self.ranks.share(self.reader.config.heads)].clone()  # lets go of the other heads
         return LatentProjections(
             q_norm=None if q_b is None else self._norm("self_attn.q_a_layernorm", sizes.query_rank),
             q_b=None if q_b is None else self._linear(q_b),
             kv_norm=self._norm("self_attn.kv_a_layernorm", sizes.rank),
-            up=up.unflatten(0, (-1, sizes.expanded)),
+            up=by_head,
             plain=sizes.plain,
         )
 
@@ -142,16 +150,20 @@ class _BlockReader:
         config, experts = self.reader.config, self._stages["gate_up"].experts
         if experts is None:
             return next(self._dense_mlps())
-        routing, beside = experts.routing, (self._shared_expert(), self._correction())
+        routing, first = experts.routing, self._own_experts(experts).start
+        beside = (self._shared_expert(), self._correction())
         why_not = why_not_stacked(config, self.layer, self.reader.checkpoint.formats)
         if has_routed_kernels(self.reader.device) and why_not is None:
             gate_up, down = map(self._stack, ROUTED)
             rule = rule_of(experts.per_token, routing)
             return GroupedMlp(
-                self._router(experts), gate_up, down, rule, config.activation, *beside, float32=routing.float32
+                self._router(experts), gate_up, down, rule, config.activation, *beside, routing.float32, first
             )
         mlps = tuple(self._dense_mlps())
-        return ExpertMlp(self._router(experts), mlps, experts.per_token, routing, *beside)
+        return ExpertMlp(self._router(experts), mlps, experts.per_token, routing, *beside, first)
+
+    def _own_experts(self, experts: Experts) -> range:
+        return self.ranks.own_experts(experts.count)
 
     def _router(self, experts: Experts) -> Linear:
         reader = self._in_float32 if experts.routing.float32 else self
@@ -159,12 +171,17 @@ class _BlockReader:
 
     def _stack(self, role: str) -> GroupedWeight:
         config, stage = self.reader.config, self._stages[role]
-        modules = config.family.modules(self.layer, stage)
+        assert stage.experts is not None
+        own, each = self._own_experts(stage.experts), len(stage.names)
+        modules = config.family.modules(self.layer, stage)[own.start * each : own.stop * each]
         return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage))
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
-        """Of every expert; without experts, the only one."""
+        """Of every expert of this rank; without experts, the only one."""
         gate_up, down = self._stages["gate_up"].by_expert, self._stages["down"].by_expert
+        if (experts := self._stages["gate_up"].experts) is not None:
+            own = self._own_experts(experts)
+            gate_up, down = gate_up[own.start : own.stop], down[own.start : own.stop]
         quick = replace(self, reader=replace(self.reader, tried_rows=TRIED_ROWS))
         for number, stages in enumerate(zip(gate_up, down, strict=True)):
             yield DenseMlp(*map((quick if number else self)._linear, stages))

@@ -1,8 +1,8 @@
 """Which part of a model one process holds.
 
 A rank is `stage * tensor + tensor_rank`. The ranks of a stage hold the same blocks, each a share of every linear layer;
-stages hold consecutive blocks. The first stage also holds the embedding and the head, because that is where tokens come
-in and where they are chosen.
+of experts, which are never cut, some whole. Stages hold consecutive blocks. The first stage also holds the embedding
+and the head, because that is where tokens come in and where they are chosen.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.stages import Stage
+
+_DOWNS = ("down", "shared_down")  # roles of the linears that end an MLP
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Ranks:
     tensor: int = 1
     pipeline: int = 1
     rank: int = 0
+    experts: bool = False  # whether tensor ranks divide the experts of a layer
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline"):
@@ -63,6 +67,13 @@ class Ranks:
         each = size // self.tensor
         return slice(self.tensor_rank * each, (self.tensor_rank + 1) * each)
 
+    def own_experts(self, count: int) -> range:
+        """The experts of this tensor rank. Where they do not divide evenly, the first ranks have one more: a model of
+        60 runs on 8 ranks, and only its memory and speed are those of the ranks with most."""
+        each, more = divmod(count, self.tensor)
+        start = self.tensor_rank * each + min(self.tensor_rank, more)
+        return range(start, start + each + (self.tensor_rank < more))
+
     def vocabulary(self, vocab: int) -> slice:
         """The tokens whose logits this tensor rank computes: the last ranks may have fewer, or none."""
         each = self.vocabulary_width(vocab)
@@ -91,8 +102,21 @@ def local_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
         kv_heads=max(1, config.kv_heads // ranks.tensor),
         intermediate=config.intermediate // ranks.tensor,
         windows=tuple(config.windows[layer] for layer in ranks.blocks(config.layers)),
-        stages=tuple(config.stages[layer] for layer in ranks.blocks(config.layers)),
+        stages=tuple(
+            tuple(_local_stage(config, stage, ranks) for stage in config.stages[layer])
+            for layer in ranks.blocks(config.layers)
+        ),
     )
+
+
+def _local_stage(config: ModelConfig, stage: Stage, ranks: Ranks) -> Stage:
+    """With the width that a rank has, or as many whole experts."""
+    if stage.part.kind == "attention" or ranks.tensor == 1:
+        return stage
+    if stage.experts is None:
+        return replace(stage, width=config.width(stage) // ranks.tensor)
+    experts = replace(stage.experts, count=len(ranks.own_experts(stage.experts.count)))
+    return replace(stage, width=config.width(stage), experts=experts)
 
 
 def check_parallel(config: ModelConfig, checkpoint: Checkpoint | None, ranks: Ranks) -> None:
@@ -102,21 +126,30 @@ def check_parallel(config: ModelConfig, checkpoint: Checkpoint | None, ranks: Ra
             f"pipeline parallel is {ranks.pipeline}, but the model has {config.layers} blocks, and every stage needs "
             f"one; use at most {config.layers}"
         )
-    if ranks.tensor > 1 and config.latent is not None:
-        raise InputError(
-            f"tensor parallel is {ranks.tensor}, but model_type '{config.family.model_type}' has latent attention, "
-            "which is not divided among tensor ranks yet; use --pipeline-parallel or one rank"
-        )
-    if ranks.tensor > 1 and config.has_experts:
-        raise InputError(
-            f"tensor parallel is {ranks.tensor}, but model_type '{config.family.model_type}' has experts, which are "
-            "not divided among tensor ranks yet; use --pipeline-parallel or one rank"
-        )
+    _check_experts(config, ranks)
     problem = next(_problems(config, checkpoint, ranks.tensor), None)
     if problem is None:
         return
     works = [size for size in range(1, config.heads + 1) if next(_problems(config, checkpoint, size), None) is None]
     raise InputError(f"tensor parallel is {ranks.tensor}, but {problem}, which it does not divide; {_advice(works)}")
+
+
+def _check_experts(config: ModelConfig, ranks: Ranks) -> None:
+    counts = [stage.experts.count for stages in config.stages for stage in stages if stage.experts]
+    if ranks.experts and not counts:
+        raise InputError(
+            f"expert parallel divides experts, but model_type '{config.family.model_type}' has none; leave it out"
+        )
+    if ranks.tensor > 1 and counts and not ranks.experts:
+        raise InputError(
+            f"tensor parallel is {ranks.tensor}, but model_type '{config.family.model_type}' has experts, which are "
+            "not cut, but divided among the ranks; add --expert-parallel"
+        )
+    if ranks.experts and min(counts) < ranks.tensor:
+        raise InputError(
+            f"tensor parallel is {ranks.tensor}, but there are layers of {min(counts)} experts, and every rank needs "
+            f"one; use at most {min(counts)}"
+        )
 
 
 def _advice(works: list[int]) -> str:
@@ -133,15 +166,17 @@ def _problems(config: ModelConfig, checkpoint: Checkpoint | None, tensor: int) -
         yield f"the model has {config.heads} attention heads"
     if config.kv_heads % tensor and tensor % config.kv_heads:
         yield f"the model has {config.kv_heads} key-value heads"
-    if config.intermediate % tensor:
-        yield f"the MLPs have {config.intermediate} channels"
+    dense = (stage for stages in config.stages for stage in stages if stage.role in _DOWNS and not stage.routed)
+    for width in dict.fromkeys(config.width(stage) for stage in dense):
+        if width % tensor:
+            yield f"the MLPs have {width} channels"
     if config.hidden % tensor:
         yield f"hidden states have {config.hidden} channels"
     if checkpoint is None:
         return
     for layer, stages in enumerate(config.stages):
         for stage in stages:
-            if stage.role in ("output", "down"):
+            if stage.role in ("output", *_DOWNS) and not stage.routed:
                 (name,) = config.family.modules(layer, stage)
                 gathers = stage.role == "output"
                 yield from _layer_problems(checkpoint, name, config.inputs(stage), tensor, act_order_gathers=gathers)

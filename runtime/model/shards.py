@@ -1,4 +1,4 @@
-"""Which outputs and inputs of every linear layer one tensor rank holds.
+"""Which outputs and inputs of every linear layer one tensor rank holds; of experts it has some whole (`ranks.py`).
 
 Queries, keys, values, gate and up are cut by outputs: heads, and channels of the MLP. Attention output and down are cut
 by the inputs that fit, and what the ranks compute is added. Two kinds of layers cannot be cut by inputs and still mean
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.arch.sizes import LatentSizes
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Index
 from quantkit.runtime.model.config import ModelConfig
@@ -41,35 +42,65 @@ class GroupShare:
 
 
 def share_of_block(checkpoint: Checkpoint, config: ModelConfig, ranks: Ranks, layer: int) -> dict[str, GroupShare]:
-    """The share of every stage of a block, by its role."""
-    names = {stage.role: config.family.modules(layer, stage) for stage in config.stages[layer]}
-    (output,), (down,) = names["output"], names["down"]
+    """The share of every stage of a block, by its role; experts are not among them, because ranks have some whole."""
+    stages = {stage.role: stage for stage in config.stages[layer]}
+    names = {role: config.family.modules(layer, stage) for role, stage in stages.items()}
+    if config.latent is None:
+        found = _attention(checkpoint, config, ranks, names)
+    else:
+        found = _latent_attention(checkpoint, config, ranks, names, config.latent)
+    for kind in ("", "shared_"):
+        gate_up, down = f"{kind}gate_up", f"{kind}down"
+        if gate_up in stages and not stages[gate_up].routed:
+            width = config.width(stages[gate_up])
+            channels = _channels(checkpoint, width, ranks, names[gate_up], names[down][0])
+            found[gate_up] = _cut_by_outputs(names[gate_up], (channels, channels), (width, width), config)
+            found[down] = _cut_by_inputs(checkpoint, config, ranks, names[down][0], channels, width)
+    return found
+
+
+def _attention(
+    checkpoint: Checkpoint, config: ModelConfig, ranks: Ranks, names: dict[str, tuple[str, ...]]
+) -> dict[str, GroupShare]:
     sizes = tuple(heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads))
-    queries, keys = (_rows_of(heads, config) for heads in (ranks.share(config.heads), ranks.kv_heads(config.kv_heads)))
-    channels = _channels(checkpoint, config, ranks, names["gate_up"], down)
+    own = (ranks.share(config.heads), ranks.kv_heads(config.kv_heads))
+    queries, keys = (_rows_of(heads, config.head_dim) for heads in own)
     return {
         "qkv": _cut_by_outputs(names["qkv"], (queries, keys, keys), sizes, config),
-        "output": _cut_by_inputs(checkpoint, config, ranks, output, queries, sizes[0]),
-        "gate_up": _cut_by_outputs(names["gate_up"], (channels, channels), (config.intermediate,) * 2, config),
-        "down": _cut_by_inputs(checkpoint, config, ranks, down, channels, config.intermediate),
+        "output": _cut_by_inputs(checkpoint, config, ranks, names["output"][0], queries, sizes[0]),
     }
 
 
-def _rows_of(heads: slice, config: ModelConfig) -> slice:
-    return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+def _latent_attention(
+    checkpoint: Checkpoint, config: ModelConfig, ranks: Ranks, names: dict[str, tuple[str, ...]], latent: LatentSizes
+) -> dict[str, GroupShare]:
+    """Latents are of all heads, so every rank makes and keeps them whole; queries and outputs are of its own heads."""
+    heads = ranks.share(config.heads)
+    queries, kept = _rows_of(heads, latent.query), slice(0, latent.kept)
+    first = queries if latent.query_rank is None else slice(0, latent.query_rank)
+    attended = _rows_of(heads, latent.value)
+    found = {
+        "qkv": GroupShare(tuple(Share((part,), slice(0, config.hidden)) for part in (first, kept))),
+        "output": _cut_by_inputs(checkpoint, config, ranks, names["output"][0], attended, config.attended),
+    }
+    if latent.query_rank is not None:
+        found["q_b"] = GroupShare((Share((queries,), slice(0, latent.query_rank)),))
+    return found
 
 
-def _channels(
-    checkpoint: Checkpoint, config: ModelConfig, ranks: Ranks, gate_up: tuple[str, ...], down: str
-) -> Index:  # fmt: skip
+def _rows_of(heads: slice, each: int) -> slice:
+    return slice(heads.start * each, heads.stop * each)
+
+
+def _channels(checkpoint: Checkpoint, width: int, ranks: Ranks, gate_up: tuple[str, ...], down: str) -> Index:
     """The channels of the MLP that a rank holds: neighbours, or those of some act-order groups, group by group."""
-    even, formats = ranks.share(config.intermediate), checkpoint.formats
+    even, formats = ranks.share(width), checkpoint.formats
     fmt = formats.get(down)
     lists = all(formats[name].output_unit == 1 for name in gate_up if name in formats)
     if fmt is None or not lists or fmt.needs_all_inputs(length(even)):
         return even
     groups = checkpoint.scattered_groups(down)
-    unit = fmt.input_unit(config.intermediate)
+    unit = fmt.input_unit(width)
     if groups is None or length(even) % unit or bool((groups.long().bincount() != unit).any()):
         return even
     return torch.argsort(groups, stable=True)[even]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.errors import InputError, QuantkitError
@@ -51,7 +51,7 @@ class Coordinator:
         token = new_token()
         self._door = Door(launcher.host, token)
         self.address = Address(launcher.host, self._door.port, token)
-        others = [Ranks(ranks.tensor, ranks.pipeline, rank) for rank in range(1, ranks.world)]
+        others = [replace(ranks, rank=rank) for rank in range(1, ranks.world)]
         launcher.start([Job(other, self.address, model, options) for other in others])
         threading.Thread(target=self._watch, daemon=True).start()
 

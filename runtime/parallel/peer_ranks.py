@@ -139,7 +139,7 @@ class PeerRanks:
 
 
 def ranks_of(options: EngineOptions) -> Ranks:
-    return Ranks(options.tensor_parallel, options.pipeline_parallel)
+    return Ranks(options.tensor_parallel, options.pipeline_parallel, experts=options.expert_parallel)
 
 
 def start_peers(

@@ -38,14 +38,22 @@ def _share(name: str, config: ModelConfig, ranks: Ranks, shares: dict[str, float
 
 
 def _linear_shares(config: ModelConfig, ranks: Ranks) -> dict[str, float]:
-    """Of every linear layer. Key and value heads that ranks hold together count for each of them."""
+    """Of every linear layer, and of sinks. Key and value heads that ranks hold together count for each of them."""
     local = local_config(config, ranks)
     found = {}
     for layer, stages in enumerate(config.stages):
+        if config.family.sinks:
+            found[f"{config.family.blocks}.{layer}.self_attn"] = 1 / ranks.tensor
         for stage in stages:
-            sizes = zip(config.family.modules(layer, stage), local.outputs(stage), config.outputs(stage), strict=True)
-            for module, part, whole in sizes:
-                found[module] = part / whole if stage.role in ("qkv", "gate_up") else 1 / ranks.tensor
+            modules = config.family.modules(layer, stage)
+            if stage.experts is not None:
+                own, each = ranks.own_experts(stage.experts.count), len(stage.names)
+                found |= {module: float(place // each in own) for place, module in enumerate(modules)}
+            elif stage.role == "qkv":
+                sizes = zip(modules, local.outputs(stage), config.outputs(stage), strict=True)
+                found |= {module: part / whole for module, part, whole in sizes}
+            else:
+                found |= dict.fromkeys(modules, 1 / ranks.tensor)
     return found
 
 

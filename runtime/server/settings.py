@@ -41,6 +41,7 @@ ENGINE_OPTIONS = (
     "share_prefixes",
     "warm_up",
     "tensor_parallel",
+    "expert_parallel",
     "pipeline_parallel",
     "micro_batches",
     "speculative",
@@ -127,6 +128,9 @@ class ServerSettings(BaseModel):
     swap_gib: float = Field(0.0, ge=0, lt=1e6, description="Host memory for requests that must give way; 0: none.")
     share_prefixes: bool = Field(True, description="Requests with the same beginning share its cache pages.")
     tensor_parallel: int = Field(1, ge=1, le=1024, description="GPUs among which every layer is divided.")
+    expert_parallel: bool = Field(
+        False, description="With tensor_parallel: divide the experts of a layer among the GPUs."
+    )
     pipeline_parallel: int = Field(
         1, ge=1, le=1024, description="Stages of consecutive blocks, each on GPUs of its own."
     )

@@ -20,7 +20,7 @@ from quantkit.eval.plan.parallel import spread, step_seconds
 from quantkit.eval.plan.plan import plan_serving
 from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.roofline import Ceiling
-from quantkit.eval.plan.weights import choose, quantized, unquantized
+from quantkit.eval.plan.weights import choose, keep, quantized, unquantized
 from quantkit.eval.shapes import SHAPES
 from quantkit.recipe import load_recipe
 from quantkit.runtime.core.options import EngineOptions
@@ -191,6 +191,36 @@ def test_stages_hold_their_own_experts() -> None:
     assert sum(part.read_for(9) for part in parts) == pytest.approx(one.stages[0].shard.weights.read_for(9), rel=1e-6)
     link = next(iter(LINKS.values()))
     assert step_seconds(one.times(link, 1024), 9) == pytest.approx(one.stages[0].ceiling.decode(9, 1024).seconds)
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN2, MIXTRAL, V2_LITE], ids=lambda config: config["model_type"])
+def test_ranks_divide_experts(config: dict[str, Any]) -> None:
+    """The first rank has most of them, whole; attention, dense layers and shared experts are cut; routers are not."""
+    decoder, question = decoder_of(config), Question(context=1024)
+    chosen = keep(decoder)
+    one, eight = (
+        spread(decoder, chosen, Ranks(tensor, experts=tensor > 1), H200, question).stages[0].shard for tensor in (1, 8)
+    )
+    routed = [sum(part.bytes for part in each.weights.routed) for each in (one, eight)]
+    (count,) = {experts.count for experts in decoder.experts.values()}
+    most = -(-count // 8)
+    assert routed[1] == routed[0] * most // count
+    assert len(eight.decoder.experts) == len(decoder.experts) * most // count
+    assert eight.weights.read < one.weights.read / 4
+    assert eight.traffic.reduces == 2 * decoder.config.layers + 1
+
+
+def test_experts_need_their_own_word(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    shape = ("plan", "qwen3-30b-a3b", "-r", "nf4", "--tensor-parallel")
+    code, _, err = run_cli(*shape, "2")
+    assert (code, "add --expert-parallel" in err) == (2, True)
+    code, out, _ = run_cli(*shape, "2", "--pipeline-parallel", "2", "--expert-parallel")
+    assert (code, "tensor 2 x pipeline 2" in out) == (0, True)
+    code, out, _ = run_cli(*shape, "8", "--expert-parallel", "--explain")
+    assert (code, "16 of 128 experts" in out, "ms experts that are chosen" in out) == (0, True, True)
+    for wrong in (shape[:-1], (*shape, "1")):
+        code, _, err = run_cli(*wrong, "--expert-parallel")
+        assert (code, err.count("\n"), "--tensor-parallel" in err) == (2, 1, True)
 
 
 def test_a_plan_says_what_it_assumes() -> None:

@@ -87,6 +87,37 @@ def test_any_number_of_tokens(tokens: int, device: str) -> None:
     check_tiles(routes, 128)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_experts_of_several_ranks(several: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All choose alike; each lists the pairs of its own experts, by planes of its own, and others count nothing."""
+    if several:
+        monkeypatch.setattr(routing, "_ONE_PROGRAM", 0)
+        monkeypatch.setattr(routing, "_BLOCK", 64)
+    logits, rule = random(17, 12, device=device), Rule(3)
+    whole = route(logits, rule, 4)
+    listed: list[int] = []
+    for own in (range(5), range(5, 6), range(6, 12)):
+        routes = route(logits, rule, 4, own=own)
+        assert torch.equal(routes.chosen, whole.chosen)
+        mine = (routes.chosen >= own.start) & (routes.chosen < own.stop)
+        assert torch.equal(routes.weights, torch.where(mine, whole.weights, 0.0))
+        plane, first, end = routes.tiles.tolist()
+        used = [number for number, one in enumerate(plane) if one >= 0]
+        assert routes.most == most_tiles(routes.pairs, len(own), 4) >= len(used)
+        for number in used:
+            pairs = routes.order[first[number] : min(first[number] + 4, end[number])].tolist()
+            assert {int(routes.chosen.flatten()[pair]) for pair in pairs} == {plane[number] + own.start}
+            listed += pairs
+        assert len(used) == 0 or end[used[-1]] == int(mine.sum())
+    assert sorted(listed) == list(range(whole.pairs))
+
+
+@pytest.mark.parametrize("own", [range(3, 3), range(-1, 2), range(4, 7), range(0, 4, 2)])
+def test_experts_that_are_not_there(own: range, device: str) -> None:
+    with pytest.raises(InputError, match=r"experts .* are asked for, but there are 6"):
+        route(random(2, 6, device=device), Rule(2), 4, own=own)
+
+
 @pytest.mark.parametrize("tokens", [9, 80])
 def test_one_expert_of_all_and_one_of_none(tokens: int, device: str) -> None:
     logits = random(tokens, 100, device=device)

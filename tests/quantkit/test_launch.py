@@ -11,7 +11,16 @@ import yaml
 
 from quantkit.deploy.config import parse_config
 from quantkit.errors import InputError
-from quantkit.launch import IMPORT_PATH, RAY_VERSION, Launch, launches, manifest, manifest_text, read_target
+from quantkit.launch import (
+    IMPORT_PATH,
+    RAY_VERSION,
+    Launch,
+    deploy_config,
+    launches,
+    manifest,
+    manifest_text,
+    read_target,
+)
 from quantkit.pipeline import quantize
 from quantkit.runtime.server.settings import FLAGS
 
@@ -47,6 +56,16 @@ def test_a_plain_model(tiny_model: Path) -> None:
     assert shlex.join(found["quantkit"].command) == (
         f"quantkit serve {tiny_model} --max-context 128 --tensor-parallel 2"
     )
+
+
+def test_experts_are_divided(family_model: Callable[[str], Path]) -> None:
+    """Which only we ask for: others cut each expert unless told otherwise."""
+    target = read_target(str(family_model("qwen3_moe")), tensor=2)
+    found = {launch.engine: launch.command for launch in launches(target)}
+    assert {engine for engine, command in found.items() if "--expert-parallel" in command} == {"quantkit"}
+    (model,) = deploy_config(target, (1, 1), "model")["models"]
+    assert (model["tensor_parallel"], model["expert_parallel"]) == (2, True)
+    assert "--expert-parallel" not in by_engine(family_model("qwen3_moe"), pipeline=2)["quantkit"].command
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,13 @@ def test_an_expert_of_all_tokens_and_one_of_none(tmp_path: Path) -> None:
     mlp = engine.runner.decoder.weights.blocks[0].mlp
     assert isinstance(mlp, ExpertMlp)
     numbers = {id(expert): number for number, expert in enumerate(mlp.experts)}
-    run = engine.runner.decoder._dense_mlp
+    run = engine.runner.decoder._term
 
     def watched(expert: Any, x: Tensor) -> Tensor:
         seen[numbers.get(id(expert), -1)] += len(x)
         return run(expert, x)
 
-    engine.runner.decoder._dense_mlp = watched  # type: ignore[method-assign]
+    engine.runner.decoder._term = watched  # type: ignore[method-assign]
     torch.testing.assert_close(score_tokens(engine, IDS), model(IDS[None]).logits[0], rtol=0, atol=1e-4)
     assert seen[1] == len(IDS)
     assert seen[6] == 0
@@ -108,15 +108,17 @@ def test_guesses_change_nothing(how: str, family_model: FamilyModel) -> None:
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_plans_know_what_experts_take(family: str, family_model: FamilyModel) -> None:
-    """Before anything is loaded, from the files; of two stages each its own blocks."""
+    """Before anything is loaded, from the files; of two stages each its own blocks, of ranks each its own experts."""
     checkpoint = Checkpoint(family_model(family))
     config = read_model_config(checkpoint.config)
     weights = load_weights(checkpoint, config, torch.float32, CPU)
     assert resident_bytes(weights) == weight_bytes(checkpoint, torch.float32)
-    for rank in range(2):
-        ranks = Ranks(1, 2, rank)
+    biased = FAMILIES[family].qkv_bias != "never" or FAMILIES[family].mlp_bias != "never"
+    for ranks in (Ranks(1, 2), Ranks(1, 2, 1), Ranks(2, experts=True), Ranks(2, rank=1, experts=True)):
         part = load_weights(checkpoint, config, torch.float32, CPU, ranks=ranks)
-        assert resident_bytes(part) == rank_weight_bytes(checkpoint, config, torch.float32, ranks)
+        planned = rank_weight_bytes(checkpoint, config, torch.float32, ranks)
+        rounded = 1024 if biased and ranks.tensor > 1 else 0  # biases of sums, which rank 0 alone has
+        assert abs(resident_bytes(part) - planned) <= rounded
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ WRONG: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], str]] = {
         {},
         r"tensor model.layers.1.mlp.gate.weight in .* has shape \[5, 64\], but config.json asks for \[6, 64\]",
     ),
-    "more experts in config.json": ({}, {"num_experts": 7}, "tensor model.layers.1.mlp.experts.6.gate_proj.weight is"),
+    "more experts in config.json": ({}, {"num_experts": 7}, r"has shape \[6, 64\], but config.json asks for \[7, 64\]"),
     "fewer experts in config.json": (
         {},
         {"num_experts": 5},

@@ -24,6 +24,7 @@ from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.expert_stacks import slow_experts
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp
 from quantkit.runtime.model.layers import DenseMlp, Weights
+from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.parallel.rank_memory import resident_bytes
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
@@ -34,16 +35,16 @@ IDS = torch.randint(3, 110, (40,), generator=torch.Generator().manual_seed(1))
 FamilyModel = Callable[[str], Path]
 
 
-def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Weights:
+def load(folder: Path, ranks: Ranks = Ranks()) -> Weights:  # noqa: B008  (a value)
     checkpoint = Checkpoint(folder)
-    return loading.load_weights(checkpoint, read_model_config(checkpoint.config), dtype, CPU)
+    return loading.load_weights(checkpoint, read_model_config(checkpoint.config), torch.bfloat16, CPU, ranks=ranks)
 
 
-def load_grouped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+def load_grouped(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks = Ranks()) -> Weights:  # noqa: B008
     """Stacked, though this is no GPU: Triton's interpreter runs the kernels."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "has_routed_kernels", lambda device: True)
-        return load(folder)
+        return load(folder, ranks)
 
 
 def run_dense(mlp: DenseMlp, x: Tensor) -> Tensor:
@@ -94,6 +95,28 @@ def test_layers_mean_the_same(
     assert compared == (2 if family == "mixtral" else 1)
     if recipe is None:
         assert resident_bytes(grouped) <= resident_bytes(plain) + (1 << 16)  # tickets
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("mixtral", None), ("qwen2_moe", "rtn-w4g32")], ids=str)
+def test_ranks_add_up(
+    family: str,
+    recipe: str | None,
+    family_model: FamilyModel,
+    quantized: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each stacks its own experts alone, three on two ranks unevenly; shared experts are cut."""
+    folder = family_model(family) if recipe is None else quantized(family, recipe)
+    wanted = load(folder).blocks[1].mlp
+    assert isinstance(wanted, ExpertMlp)
+    parts = [load_grouped(folder, monkeypatch, Ranks(2, rank=rank, experts=True)).blocks[1].mlp for rank in (0, 1)]
+    for tokens in (1, 20):  # the router's own launch, and that of many
+        x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+        total = sum(part(x, run_dense).float() for part in parts)
+        expected = wanted(x, run_dense).float()
+        assert float((total - expected).norm() / expected.norm()) < 1e-2
+    counts = [part.down.count for part in parts if isinstance(part, GroupedMlp)]
+    assert counts == ([2, 2] if recipe is None else [2, 1])
 
 
 def test_a_whole_model(family_model: FamilyModel, monkeypatch: pytest.MonkeyPatch) -> None:

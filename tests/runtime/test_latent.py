@@ -25,7 +25,7 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.experts import ExpertMlp
 from quantkit.runtime.model.loading import load_weights
-from quantkit.runtime.model.ranks import Ranks, check_parallel
+from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.weight_sizes import tensor_bytes
 from quantkit.runtime.parallel.rank_memory import rank_weight_bytes, resident_bytes
 from quantkit.runtime.scoring import score_tokens
@@ -164,9 +164,3 @@ def test_wrong_checkpoints(name: str, family_model: FamilyModel, tmp_path: Path)
     with pytest.raises((StorageError, InputError), match=message) as caught:
         start_engine(folder, EngineOptions(device="cpu"))
     assert "\n" not in str(caught.value)
-
-
-def test_tensor_ranks_refuse_in_one_line(family_model: FamilyModel) -> None:
-    config = read_model_config(Checkpoint(family_model("deepseek_v2")).config)
-    with pytest.raises(InputError, match=r"tensor parallel is 2, but .*'deepseek_v2' has latent attention.*--pipeline"):
-        check_parallel(config, None, Ranks(2))

@@ -69,8 +69,9 @@ _HALF_TRIED = {
 }
 
 
-def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card) -> Way:
-    load = pairs / down.count
+def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card, experts: int | None = None) -> Way:
+    """`experts`: that the pairs are divided among, where other ranks have some of them."""
+    load = pairs / (experts or down.count)
     if gate_up.kind.startswith("int3"):
         load = max(load, _LEAST_OF_3_BITS)
     packed = not isinstance(gate_up, GroupedHalf)

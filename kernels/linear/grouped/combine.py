@@ -3,6 +3,7 @@
 Layout   y [pairs, hidden], a pair under its number; weights [tokens, per_token]; shared [tokens, hidden] or None, gate
          [tokens, 1] or None; all of one dtype but weights, which may be float32; rows contiguous
 Meaning  the sum of `reference.experts.sum_of_experts`, in float32, then `add_shared_expert`
+         A pair that counts 0 is not read: experts of other ranks wrote nothing there
 Limits   bfloat16 or float16
 """
 
@@ -48,8 +49,10 @@ def _combine(
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + slot
-        value = tl.load(y + pair * hidden + column, mask=here, other=0.0).to(tl.float32)
-        total += value * tl.load(weights + pair).to(tl.float32)
+        weight = tl.load(weights + pair).to(tl.float32)
+        counts = column < tl.where(weight != 0.0, hidden, 0)
+        value = tl.load(y + pair * hidden + column, mask=counts, other=0.0).to(tl.float32)
+        total += value * weight
     if HAS_SHARED:
         other = tl.load(shared + token * shared_stride + column, mask=here, other=0.0).to(tl.float32)
         if HAS_GATE:

@@ -25,12 +25,14 @@ from quantkit.kernels.linear.op import linear
 Router = HalfWeight | Callable[[Tensor], Tensor]
 
 
-def routes_of(x: Tensor, router: Router, rule: Rule, tile: int, correction: Tensor | None = None) -> Routes:
+def routes_of(
+    x: Tensor, router: Router, rule: Rule, tile: int, correction: Tensor | None = None, own: range | None = None
+) -> Routes:
     if not isinstance(router, HalfWeight):
-        return route(router(x), rule, tile, correction)
+        return route(router(x), rule, tile, correction, own)
     if x.shape[0] <= MOST_TOKENS:
-        return route_tokens(x, router, rule, tile, correction)
-    return route(linear(x, router), rule, tile, correction)
+        return route_tokens(x, router, rule, tile, correction, own)
+    return route(linear(x, router), rule, tile, correction, own)
 
 
 def sum_of_experts(
@@ -44,17 +46,20 @@ def sum_of_experts(
     correction: Tensor | None = None,
     shared: Tensor | None = None,
     gate: Tensor | None = None,
+    first: int = 0,
+    experts: int | None = None,
     way: Way | None = None,
 ) -> Tensor:
     """[tokens, hidden] in x's dtype; `shared` [tokens, hidden] and `gate` [tokens, 1] are the shared expert's.
 
-    `router` is its weight, or what computes logits [tokens, experts] from x.
+    `router` is its weight, or what computes logits [tokens, experts] from x. Where other ranks have some of the
+    `experts`, the weights hold those from number `first` on, and only these add to the sum.
     """
     if way is None:
-        way = choose(gate_up, down, x.shape[0] * rule.per_token, card_of(x.device))
-    routes = routes_of(x, router, rule, way.tile, correction)
-    first = gate_up.in_half(x.dtype) if way.decoded else gate_up
-    active = first.matmul(x, routes, way.gate_up, activation)
-    del first  # its memory serves down
-    second = down.in_half(x.dtype) if way.decoded else down
-    return combine(second.matmul(active, routes, way.down), routes.weights, shared, gate)
+        way = choose(gate_up, down, x.shape[0] * rule.per_token, card_of(x.device), experts)
+    routes = routes_of(x, router, rule, way.tile, correction, range(first, first + down.count))
+    weight = gate_up.in_half(x.dtype) if way.decoded else gate_up
+    active = weight.matmul(x, routes, way.gate_up, activation)
+    del weight  # its memory serves down
+    weight = down.in_half(x.dtype) if way.decoded else down
+    return combine(weight.matmul(active, routes, way.down), routes.weights, shared, gate)

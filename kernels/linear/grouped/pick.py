@@ -1,6 +1,7 @@
 """Inside a kernel: from logits of some tokens to their experts, as a table of zeros and ones, [tokens, experts].
 
-Sums along its rows give the slots of a token, sums along its columns places in the list of pairs (`routes.py`).
+Sums along its rows give the slots of a token, sums along its columns places in the list of pairs (`routes.py`). Where
+other ranks have some of the experts, those from FIRST to END are here: only their pairs are listed, and others count 0.
 """
 
 from __future__ import annotations
@@ -67,10 +68,13 @@ def pick(
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
     SCALE: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """(table, slots): 1 where a token chose an expert, and the slot that this is; writes numbers and weights.
+    """(table, slots): 1 where a token chose an expert of this rank, and the slot that this is; writes numbers and
+    weights of all.
 
     `logits` [tokens, experts] in float32.
     """
@@ -95,19 +99,21 @@ def pick(
         share = share / tl.maximum(tl.sum(share, 1), 1e-20)[:, None]
     slot = tl.cumsum(table, 1) - 1
     place = token.to(tl.int64)[:, None] * PER_TOKEN + slot
-    tl.store(weights + place, to_half(share * SCALE, DTYPE, INTERPRET), mask=table > 0)
+    own = ((expert >= FIRST) & (expert < END))[None, :]
+    tl.store(weights + place, to_half(tl.where(own, share * SCALE, 0.0), DTYPE, INTERPRET), mask=table > 0)
     tl.store(chosen + place, tl.broadcast_to(expert[None, :], table.shape), mask=table > 0)
-    return table, slot
+    return tl.where(own, table, 0), slot
 
 
 @triton.jit
-def write_tiles(count, start, expert, tiles, most, TILE: tl.constexpr):
+def write_tiles(count, start, expert, tiles, most, FIRST: tl.constexpr, TILE: tl.constexpr):
+    """Of experts that have pairs; a tile names the plane of a weight that holds its expert."""
     number = (count + (TILE - 1)) // TILE
     first = tl.cumsum(number, 0) - number
     for tile in range(tl.max(number, 0)):
         place = tiles + first + tile
         here = tile < number
-        tl.store(place, expert, mask=here)
+        tl.store(place, expert - FIRST, mask=here)
         tl.store(place + most, start + tile * TILE, mask=here)
         tl.store(place + 2 * most, start + count, mask=here)
     for begin in range(tl.sum(number, 0), most, 128):
@@ -116,10 +122,12 @@ def write_tiles(count, start, expert, tiles, most, TILE: tl.constexpr):
 
 
 @triton.jit
-def list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN: tl.constexpr, TILE: tl.constexpr):
+def list_all_pairs(
+    table, slot, token, expert, order, tiles, most, PER_TOKEN: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr
+):
     """Order and tiles, by a program that sees all tokens."""
     count = tl.sum(table, 0)
     start = tl.cumsum(count, 0) - count
     place = start[None, :] + tl.cumsum(table, 0) - 1
     tl.store(order + place, token[:, None] * PER_TOKEN + slot, mask=table > 0)
-    write_tiles(count, start, expert, tiles, most, TILE)
+    write_tiles(count, start, expert, tiles, most, FIRST, TILE)

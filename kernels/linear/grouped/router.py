@@ -57,6 +57,8 @@ def _router(
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
     SCALE: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -88,22 +90,25 @@ def _router(
             logits += tl.load(partial + at, cache_modifier=".cg")
         table, slot = pick(to_half(logits, DTYPE, INTERPRET).to(tl.float32), correction, weights, chosen, token, expert,
                            tokens, experts, HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN,
-                           SCALE, DTYPE, INTERPRET)  # fmt: skip
-        list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN, TILE)
+                           SCALE, FIRST, END, DTYPE, INTERPRET)  # fmt: skip
+        list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN, FIRST, TILE)
 
 
-def route_tokens(x: Tensor, router: HalfWeight, rule: Rule, tile: int, correction: Tensor | None = None) -> Routes:
-    """What every token's experts are, in tiles of up to `tile` pairs."""
+def route_tokens(
+    x: Tensor, router: HalfWeight, rule: Rule, tile: int, correction: Tensor | None = None, own: range | None = None
+) -> Routes:
+    """What every token's experts are, in tiles of up to `tile` pairs; `own` as in `routing.route`."""
     check_shape(NAME, "x", x, (None, router.inputs))
     check_dtype(NAME, "x", x, HALVES)
     check_dtype(NAME, "router", router.values, (x.dtype,))
     check_rows(NAME, "x", x)
     check_same_device(NAME, x=x, router=router.device)
-    check_rule(rule, router.outputs, x.device, correction)
     tokens, experts = x.shape[0], router.outputs
+    own = range(experts) if own is None else own
+    check_rule(rule, experts, x.device, correction, own)
     if tokens > MOST_TOKENS:
         raise InputError(f"{NAME}: {tokens} tokens, but at most {MOST_TOKENS} are routed in one launch")
-    routes = empty_routes(tokens, experts, rule.per_token, tile, x.dtype, x.device)
+    routes = empty_routes(tokens, len(own), rule.per_token, tile, x.dtype, x.device)
     if tokens == 0:
         return routes
     rows, columns = triton.next_power_of_2(tokens), triton.next_power_of_2(experts)
@@ -126,7 +131,7 @@ def route_tokens(x: Tensor, router: HalfWeight, rule: Rule, tile: int, correctio
         x.stride(0),
         routes.most,
         HAS_CORRECTION=correction is not None,
-        **constants(rule),
+        **constants(rule, own),
         DTYPE=TRITON[x.dtype],
         INTERPRET=triton.knobs.runtime.interpret,
         TOKENS=rows,

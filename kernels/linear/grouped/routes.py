@@ -7,7 +7,10 @@ kernels gather rows of x through `order`, and what an expert computes lies side 
     chosen   int32 [tokens, per_token]   experts of a token, ascending
     weights  [tokens, per_token]         how much each of them counts, in the dtype of the logits
     order    int32 [pairs]
-    tiles    int32 [3, most]             expert, first place in `order`, end of the expert's places; expert -1: no tile
+    tiles    int32 [3, most]             plane, first place in `order`, end of the expert's places; plane -1: no tile
+
+The plane of a weight holds one expert; planes count from the first expert that this rank has, where ranks divide them.
+`order` then begins with the pairs of its own, and has nothing after them.
 
 There is a place for as many tiles as so many pairs could need at most, whatever the router says: launches depend on
 nothing but the number of tokens, as CUDA graphs want it.

@@ -50,6 +50,8 @@ def _choose(
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
     SCALE: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -65,10 +67,10 @@ def _choose(
     here = (token < tokens)[:, None] & (expert < experts)[None, :]
     value = tl.load(logits + token.to(tl.int64)[:, None] * stride + expert[None, :], mask=here, other=0.0)
     table, slot = pick(value.to(tl.float32), correction, weights, chosen, token, expert, tokens, experts,
-                       HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN, SCALE, DTYPE,
+                       HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN, SCALE, FIRST, END, DTYPE,
                        INTERPRET)  # fmt: skip
     if ALONE:
-        list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN, TILE)
+        list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN, FIRST, TILE)
     else:
         tl.store(counts + tl.program_id(0) * EXPERTS + expert, tl.sum(table, 0))
 
@@ -82,6 +84,7 @@ def _scan(
     most,
     BLOCKS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    FIRST: tl.constexpr,
     TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -98,7 +101,7 @@ def _scan(
         total += tl.sum(count, 0)
     start = tl.cumsum(total, 0) - total
     tl.store(starts + expert, start)
-    write_tiles(total, start, expert, tiles, most, TILE)
+    write_tiles(total, start, expert, tiles, most, FIRST, TILE)
 
 
 @triton.jit(do_not_specialize=("tokens",))
@@ -109,6 +112,8 @@ def _place(
     order,
     tokens,
     PER_TOKEN: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -120,21 +125,26 @@ def _place(
     for slot in tl.static_range(PER_TOKEN):
         number = tl.load(chosen + token * PER_TOKEN + slot, mask=token < tokens, other=-1)
         slots = tl.where(number[:, None] == expert[None, :], slot + 1, slots)
-    table = (slots > 0).to(tl.int32)
+    own = ((expert >= FIRST) & (expert < END))[None, :]
+    table = ((slots > 0) & own).to(tl.int32)
     start = tl.load(starts + expert) + tl.load(counts + tl.program_id(0) * EXPERTS + expert)
     place = start[None, :] + tl.cumsum(table, 0) - 1
     tl.store(order + place, token[:, None] * PER_TOKEN + slots - 1, mask=table > 0)
 
 
-def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = None) -> Routes:
-    """What every token's experts are, in tiles of up to `tile` pairs."""
+def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = None, own: range | None = None) -> Routes:
+    """What every token's experts are, in tiles of up to `tile` pairs.
+
+    `own`: the experts of this rank, neighbours. The pairs of others are in no tile, and count 0.
+    """
     check_shape(NAME, "logits", logits, (None, None))
     check_dtype(NAME, "logits", logits, (*HALVES, torch.float32))
     check_rows(NAME, "logits", logits)
     (tokens, experts), device = logits.shape, logits.device
-    check_rule(rule, experts, device, correction)
+    own = range(experts) if own is None else own
+    check_rule(rule, experts, device, correction, own)
     columns = triton.next_power_of_2(experts)
-    routes = empty_routes(tokens, experts, rule.per_token, tile, logits.dtype, device)
+    routes = empty_routes(tokens, len(own), rule.per_token, tile, logits.dtype, device)
     if tokens == 0:
         return routes
     alone = triton.next_power_of_2(tokens) * columns <= _ONE_PROGRAM
@@ -155,7 +165,7 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
         logits.stride(0),
         routes.most,
         HAS_CORRECTION=correction is not None,
-        **constants(rule),
+        **constants(rule, own),
         DTYPE=TRITON.get(logits.dtype, tl.float32),
         INTERPRET=triton.knobs.runtime.interpret,
         TOKENS=rows,
@@ -168,10 +178,10 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
     if not alone:
         starts, sizes = counts[blocks * columns :], {"EXPERTS": columns, "num_warps": 8}
         scanned = max(1, _SCANNED // columns)
-        _scan[(1,)](counts, starts, routes.tiles, blocks, routes.most, BLOCKS=scanned, TILE=tile, **sizes,
-                    **chained(device))  # fmt: skip
-        _place[(blocks,)](routes.chosen, counts, starts, routes.order, tokens, PER_TOKEN=rule.per_token, TOKENS=rows,
-                          **sizes, **chained(device))  # fmt: skip
+        _scan[(1,)](counts, starts, routes.tiles, blocks, routes.most, BLOCKS=scanned, FIRST=own.start, TILE=tile,
+                    **sizes, **chained(device))  # fmt: skip
+        _place[(blocks,)](routes.chosen, counts, starts, routes.order, tokens, PER_TOKEN=rule.per_token,
+                          FIRST=own.start, END=own.stop, TOKENS=rows, **sizes, **chained(device))  # fmt: skip
     return routes
 
 
@@ -189,7 +199,7 @@ def empty_routes(
     )
 
 
-def constants(rule: Rule) -> dict[str, object]:
+def constants(rule: Rule, own: range) -> dict[str, object]:
     """What `pick` is compiled for."""
     return {
         "PER_TOKEN": rule.per_token,
@@ -198,10 +208,12 @@ def constants(rule: Rule) -> dict[str, object]:
         "GROUPS": rule.groups,
         "GROUPS_CHOSEN": rule.groups_chosen,
         "SCALE": float(rule.scale),
+        "FIRST": own.start,
+        "END": own.stop,
     }
 
 
-def check_rule(rule: Rule, experts: int, device: torch.device, correction: Tensor | None) -> None:
+def check_rule(rule: Rule, experts: int, device: torch.device, correction: Tensor | None, own: range) -> None:
     check_same_device(NAME, logits=device, correction=correction)
     if correction is not None:
         check_shape(NAME, "correction", correction, (experts,))
@@ -212,6 +224,8 @@ def check_rule(rule: Rule, experts: int, device: torch.device, correction: Tenso
         raise InputError(f"{NAME}: {experts} experts, but at most {MOST_EXPERTS} can be")
     if not 1 <= rule.per_token <= experts:
         raise InputError(f"{NAME}: {rule.per_token} experts of a token, but there are {experts}")
+    if not 0 <= own.start < own.stop <= experts or own.step != 1:
+        raise InputError(f"{NAME}: experts {own.start} to {own.stop} are asked for, but there are {experts}")
     if rule.groups < 1 or experts % rule.groups or not 1 <= rule.groups_chosen <= rule.groups:
         raise InputError(f"{NAME}: {rule.groups_chosen} of {rule.groups} groups, which do not divide {experts} experts")
     size = experts // rule.groups

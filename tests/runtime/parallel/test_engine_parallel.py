@@ -308,12 +308,24 @@ def test_the_bubble_is_reported(run_cli: Callable[..., tuple[int, str, str]]) ->
 
 
 @RANKS
-def test_experts_in_two_processes(family_model: Callable[[str], Path], start: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("qwen2_moe", {"pipeline_parallel": 2}),
+        ("qwen2_moe", {"tensor_parallel": 2, "expert_parallel": True}),
+        ("deepseek_v3", {"tensor_parallel": 2, "expert_parallel": True}),
+    ],
+    ids=str,
+)
+def test_experts_in_two_processes(
+    family: str, ranks: dict[str, Any], family_model: Callable[[str], Path], start: Callable[..., Engine]
+) -> None:
+    """Latent attention too: every rank keeps all latents, and attends with its own heads."""
     prompts = [Random(seed).choices(range(3, 112), k=20) for seed in range(4)]
-    engines = [start(family_model("qwen2_moe"), pipeline_parallel=stages) for stages in (1, 2)]
-    alone, staged = ([score_tokens(engine, torch.tensor(prompt)) for prompt in prompts] for engine in engines)
-    for found, wanted in zip(staged, alone, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    engines = [start(family_model(family), **options) for options in ({}, ranks)]
+    alone, divided = ([score_tokens(engine, torch.tensor(prompt)) for prompt in prompts] for engine in engines)
+    for found, wanted in zip(divided, alone, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     answers = []
     for engine in engines:
         requests = [engine.add(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True)) for prompt in prompts]

@@ -26,7 +26,8 @@ from quantkit.errors import InputError
 from quantkit.formats import Gptq
 from quantkit.recipe import load_recipe
 from quantkit.runtime.model.batch import Batch
-from quantkit.runtime.model.ranks import Ranks
+from quantkit.runtime.model.config import read_model_config
+from quantkit.runtime.model.ranks import Ranks, check_parallel
 from tiny_models import WITH_EXPERTS
 
 SCRIPT = Path(__file__).with_name("decoder_rank.py")
@@ -90,7 +91,8 @@ def in_threads(
     folder: Path, tensor: int, pipeline: int, prompts: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> tuple[list[Any], list[ThreadGroup], list[Any]]:
     """The answers of all ranks of the first stage, their groups, and all parts."""
-    shape = Ranks(tensor, pipeline)
+    has_experts = any(".experts." in name for name in Checkpoint(folder).tensors)
+    shape = Ranks(tensor, pipeline, experts=has_experts and tensor > 1)
     tables = [Table(tensor) for _ in range(pipeline)]
     groups = [ThreadGroup(tables[rank // tensor], rank % tensor) for rank in range(shape.world)]
     parts = [
@@ -138,16 +140,52 @@ def test_every_family(family: str, tensor: int, pipeline: int, family_model: Cal
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_experts_in_stages(family: str, family_model: Callable[[str], Path]) -> None:
-    assert_as_alone(family_model(family), 1, 2)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (4, 1), (2, 2)])
+def test_experts(family: str, tensor: int, pipeline: int, family_model: Callable[[str], Path]) -> None:
+    """Divided among ranks, unevenly where 4 ranks have 6; dense layers and shared experts beside them are cut, and so
+    are the heads of latent attention. One sum for attention and one for the MLP, experts or not."""
+    groups, parts = assert_as_alone(family_model(family), tensor, pipeline)
+    exchanges = ["sum", *["sum", "sum"] * (2 // pipeline), *(["gather"] if tensor > 1 else [])]
+    assert groups[0].calls == exchanges * rank_of.TOKENS
+    mlps = [part.weights.blocks[-1].mlp for part in parts[-tensor:]]
+    starts = [mlp.first for mlp in mlps]
+    assert starts == sorted(set(starts))
+    assert [mlp.first + len(mlp.experts) for mlp in mlps] == [*starts[1:], mlps[0].router.outputs]
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_experts_are_not_divided(family: str, family_model: Callable[[str], Path]) -> None:
-    what = "latent attention" if FAMILIES[family].latent else "experts"
-    message = rf"tensor parallel is 2, but model_type '{family}' has {what}, .* use --pipeline-parallel or one rank$"
-    with pytest.raises(InputError, match=message):
-        assert_as_alone(family_model(family), 2)
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("mixtral", "rtn-w4g32"),
+        ("qwen3_moe", "rtn-w4g32"),
+        ("deepseek_v3", "rtn-w4g32"),
+        ("qwen2_moe", "fp8"),
+        pytest.param("qwen3_moe", "nf4", marks=pytest.mark.long),
+        pytest.param("deepseek_v2", "llm-int8", marks=pytest.mark.long),
+    ],
+)
+def test_quantized_experts(family: str, recipe: str, family_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Whole, whatever their groups are; FP8's attention and shared experts are gathered."""
+    options = {"rtn-w4g32": ("format.name=ct-packed", "format.group_size=16"), "nf4": ("format.block=32",)}
+    loaded = load_recipe(recipe, options.get(recipe, ()))
+    quantkit.quantize(family_model(family), loaded, tmp_path / "out", quality_windows=0)
+    assert_as_alone(tmp_path / "out", 2)
+
+
+WRONG_SHAPES = {
+    "no flag": ("mixtral", Ranks(2), "is 2, but model_type 'mixtral' has experts, .*; add --expert-parallel"),
+    "no experts": ("llama", Ranks(2, experts=True), "divides experts, but model_type 'llama' has none; leave it out"),
+    "too many ranks": ("mixtral", Ranks(8, experts=True), "of 4 experts, and every rank needs one; use at most 4"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SHAPES)
+def test_ranks_that_do_not_suit_experts(case: str, family_model: Callable[[str], Path]) -> None:
+    family, ranks, message = WRONG_SHAPES[case]
+    checkpoint = Checkpoint(family_model(family))
+    with pytest.raises(InputError, match=message) as caught:
+        check_parallel(read_model_config(checkpoint.config), checkpoint, ranks)
+    assert "\n" not in str(caught.value)
 
 
 QUICK_FAMILIES = {("phi3", "rtn-w4g32"), ("phi3", "rtn-w4g128-ct"), ("phi3", "fp8"), ("qwen2", "rtn-w4g32")}
