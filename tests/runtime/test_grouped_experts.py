@@ -13,6 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.eval.plan.on_gpu import look_on_gpu
 from quantkit.formats import CtFloat8, CtPacked, LlmInt8, Nf4
 from quantkit.kernels.card import KNOWN
+from quantkit.kernels.linear.cpu import tiled
 from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedPacked
 from quantkit.kernels.reference.elementwise import gated_activation
 from quantkit.kernels.reference.experts import sum_of_every_expert, sum_of_experts
@@ -45,6 +46,12 @@ def load_grouped(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks = R
     with monkeypatch.context() as patch:
         patch.setattr(loading, "has_routed_kernels", lambda device: True)
         return load(folder, ranks)
+
+
+@pytest.fixture(autouse=True)
+def exact_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What experts one after the other compute is the measure here, so kernels of the CPU do not round their inputs."""
+    monkeypatch.setattr(tiled, "can_compile", lambda: False)
 
 
 def run_dense(mlp: DenseMlp, x: Tensor) -> Tensor:
