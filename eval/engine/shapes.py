@@ -11,7 +11,8 @@ from quantkit.eval.shapes import EXPERT_SHAPES, PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.fuse import join
-from quantkit.kernels.linear.grouped.weight import GroupedWeight, PackedStack, lay_out_half, why_not
+from quantkit.kernels.linear.grouped.stacks import PackedStack
+from quantkit.kernels.linear.grouped.weight import GroupedWeight, lay_out_half, why_not
 from quantkit.kernels.linear.op import LinearWeight, prepare
 from quantkit.kernels.linear.weight_only.weight import lay_out
 from quantkit.runtime.model.config import ModelConfig

@@ -73,5 +73,5 @@ def _decoded(why: str, layers: int) -> str:
 def _every_expert(why: str) -> str:
     return (
         f"experts have no routed kernel, since {why}: every step computes all of them for every token, which is slow; "
-        "INT4, NF4 and 16 bits without biases have one"
+        "INT4, NF4, MXFP4 and 16 bits have one"
     )

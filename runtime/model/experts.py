@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.routes import Rule
-from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
 from quantkit.kernels.reference.experts import (
     add_shared_expert,
     choose_experts,
@@ -75,6 +75,7 @@ class GroupedMlp:
     activation: str
     shared: SharedExpert | None
     correction: Tensor | None = None  # float32 [experts], where the routing has one
+    clip: Clip | None = None
     float32: bool = False  # logits are computed in it
 
     @property
@@ -107,6 +108,7 @@ class GroupedMlp:
             self.down,
             self.rule,
             self.activation,
+            clip=self.clip,
             correction=self.correction,
             shared=shared,
             gate=gate,

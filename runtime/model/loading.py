@@ -149,7 +149,14 @@ class _BlockReader:
             gate_up, down = map(self._stack, ROUTED)
             rule = rule_of(experts.per_token, routing)
             return GroupedMlp(
-                self._router(experts), gate_up, down, rule, config.activation, *beside, float32=routing.float32
+                self._router(experts),
+                gate_up,
+                down,
+                rule,
+                config.activation,
+                *beside,
+                clip=config.clip,
+                float32=routing.float32,
             )
         mlps = tuple(self._dense_mlps())
         return ExpertMlp(self._router(experts), mlps, experts.per_token, routing, *beside)
@@ -161,7 +168,8 @@ class _BlockReader:
     def _stack(self, role: str) -> GroupedWeight:
         config, stage = self.reader.config, self._stages[role]
         modules = config.family.modules(self.layer, stage)
-        return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage))
+        biased = self._biased.issuperset(stage.linears)
+        return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage), biased=biased)
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
         """Of every expert; without experts, the only one."""

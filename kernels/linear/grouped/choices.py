@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from quantkit.kernels.card import NO_GPU, Card
 from quantkit.kernels.linear.grouped.routes import most_tiles
 from quantkit.kernels.linear.grouped.tile import TileConfig
-from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedWeight
+from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedPacked, GroupedWeight
 from quantkit.kernels.linear.weight import TICKETS, padded
 
 _ENOUGH = 3  # programs for each multiprocessor, from which inputs are not split
@@ -121,4 +121,4 @@ def candidates(weight: GroupedWeight, pairs: int, experts: int) -> Iterator[tupl
 
 
 def has_table(weight: GroupedWeight) -> bool:
-    return weight.kind.startswith(("nf4", "fp4"))
+    return isinstance(weight, GroupedPacked) and weight.first.table is not None

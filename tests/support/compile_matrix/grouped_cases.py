@@ -18,10 +18,12 @@ from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.router import route_tokens
 from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
 from quantkit.kernels.linear.grouped.routing import route
+from quantkit.kernels.linear.grouped.stacks import PackedStack
 from quantkit.kernels.linear.grouped.tile import TileConfig
-from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight, PackedStack, lay_out_half
+from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight, lay_out_half
 
-_FORMATS = ("w4", "w4-g64", "w4-g32", "w4-asym", "awq", "w8", "w3", "w2", "nf4", "nf4-plain", "fp4")
+_FORMATS = ("w4", "w4-g64", "w4-g32", "w4-asym", "awq", "w8", "w3", "w2", "nf4", "nf4-plain", "fp4", "mxfp4", "nvfp4")
+_CLIPPED = ("half", "mxfp4")  # as gpt-oss has them: with biases, too
 _EXPERTS, _PER_TOKEN, _HIDDEN, _WIDTH = 2, 2, 512, 256
 _TOKENS = (1, 8, 20, 60, 200)  # one or more for every entry of the tables
 _RULES = {
@@ -82,14 +84,23 @@ def _chosen(name: str, tokens: int, card: Card, dtype: torch.dtype) -> None:
     routes = _routes(tokens, way.tile)
     if way.decoded:
         gate_up, down = gate_up.in_half(dtype), down.in_half(dtype)
-    for activation in ("silu", "gelu_pytorch_tanh"):
-        gate_up.matmul(torch.zeros(tokens, _HIDDEN, dtype=dtype), routes, way.gate_up, activation)
-    down.matmul(torch.zeros(routes.pairs, _WIDTH, dtype=dtype), routes, way.down)
+    x, active = torch.zeros(tokens, _HIDDEN, dtype=dtype), torch.zeros(routes.pairs, _WIDTH, dtype=dtype)
+    gate_up.matmul(x, routes, way.gate_up, "silu")
+    down.matmul(active, routes, way.down)
+    if name in _CLIPPED:
+        _with_bias(gate_up, dtype).matmul(x, routes, way.gate_up, "silu", (7.0, 1.702))
+        _with_bias(down, dtype).matmul(active, routes, way.down)
+    else:
+        gate_up.matmul(x, routes, way.gate_up, "gelu_pytorch_tanh")
     if isinstance(down, GroupedPacked) and name == "w4":
         order = torch.zeros(_WIDTH, dtype=torch.int32)
         ordered = GroupedPacked(tuple(replace(plane, order=order) for plane in down.planes))
-        ordered.matmul(torch.zeros(routes.pairs, _WIDTH, dtype=dtype), routes, way.down)
+        ordered.matmul(active, routes, way.down)
         ordered.in_half(dtype)
+
+
+def _with_bias(weight: Any, dtype: torch.dtype) -> Any:
+    return replace(weight, bias=torch.zeros(weight.count, weight.outputs, dtype=dtype))
 
 
 def _try(name: str, tile: int, config: TileConfig, gated: bool, dtype: torch.dtype) -> None:
