@@ -11,10 +11,9 @@ from quantkit.eval.shapes import EXPERT_SHAPES, PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.fuse import join
-from quantkit.kernels.linear.grouped.stacks import PackedStack
+from quantkit.kernels.linear.grouped.stacks import lay_out, stack_of
 from quantkit.kernels.linear.grouped.weight import GroupedWeight, lay_out_half, why_not
 from quantkit.kernels.linear.op import LinearWeight, prepare
-from quantkit.kernels.linear.weight_only.weight import lay_out
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, rule_of
 from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
@@ -119,8 +118,8 @@ class RandomWeights:
         sizes, inputs = self._config.outputs(stage), self._config.inputs(stage)
         if self._format is None:
             return lay_out_half(self._weight(len(sizes) * sizes[0], inputs).view(len(sizes), sizes[0], inputs))
-        distinct = [lay_out(self._format.quantize(self._weight(sizes[0], inputs))) for _ in range(_DISTINCT)]
-        stack = PackedStack(len(sizes))
+        fmt, stack = self._format, stack_of(self._format, len(sizes))
+        distinct = [lay_out(fmt, fmt.quantize(self._weight(sizes[0], inputs))) for _ in range(_DISTINCT)]
         for plane in range(len(sizes)):
             stack.put(plane, distinct[plane % _DISTINCT])
         return stack.finish()

@@ -30,7 +30,7 @@ from quantkit.kernels.linear.grouped.experts import routes_of, sum_of_experts
 from quantkit.kernels.linear.grouped.routes import Routes
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.tile import TileConfig
-from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedWeight
+from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight
 from quantkit.kernels.linear.tuning import microseconds
 from quantkit.kernels.reference.compare import relative_error
 from quantkit.runtime.model.config import read_model_config
@@ -97,7 +97,7 @@ class Timed:
             ("down", mlp.down, self._active, None),
         ):
             ways: dict[str, GroupedWeight] = {"as stored": weight}
-            if not isinstance(weight, GroupedHalf):
+            if isinstance(weight, GroupedPacked):
                 ways["in 16 bits"] = weight.in_half(torch.bfloat16)
             for kind, used in ways.items():
                 lines = sorted(self._candidates(used, x, activation), key=lambda line: line[0])

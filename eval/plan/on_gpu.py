@@ -20,7 +20,7 @@ from quantkit.runtime.core.options import dtype_on_gpu
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.model.config import read_model_config
-from quantkit.runtime.model.expert_stacks import slow_experts
+from quantkit.runtime.model.expert_stacks import formats_of_layers, slow_experts
 from quantkit.sources import model_folder
 from quantkit.wording import human_bytes
 
@@ -80,9 +80,11 @@ def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
     checkpoint = Checkpoint(model_folder(model))
     known = checkpoint.config.get("model_type") in FAMILIES  # others can still be looked at
     config = read_model_config(checkpoint.config) if known else None
-    slow = [] if config is None else slow_experts(config, checkpoint.formats)
+    formats = checkpoint.formats
+    layers = list(formats.values()) if config is None else formats_of_layers(config, formats)
+    slow = [] if config is None else slow_experts(config, formats)
     has_latent = config is not None and config.latent is not None
-    plan = plan_card(card, checkpoint.formats.values(), slow_experts=slow, has_latent=has_latent)
+    plan = plan_card(card, layers, slow_experts=slow, has_latent=has_latent)
     weights = weight_bytes(checkpoint, dtype_on_gpu(checkpoint.dtype))
     return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
 

@@ -48,8 +48,8 @@ def plan_card(
 ) -> CardPlan:
     """Refuses what a GPU cannot do, in a line that says what to do instead.
 
-    `formats`: one for each quantized layer; `slow_experts`: why experts run without routed kernels; `has_latent`:
-    whether the model's attention is latent.
+    `formats`: one for each quantized layer but experts of routed kernels; `slow_experts`: why others have none;
+    `has_latent`: whether the model's attention is latent.
     """
     if has_latent:
         raise InputError(
@@ -73,5 +73,5 @@ def _decoded(why: str, layers: int) -> str:
 def _every_expert(why: str) -> str:
     return (
         f"experts have no routed kernel, since {why}: every step computes all of them for every token, which is slow; "
-        "INT4, NF4, MXFP4 and 16 bits have one"
+        "experts of one layer in one format have one"
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from quantkit.formats import Format
-from quantkit.kernels.linear.grouped.stacks import PackedStack
+from quantkit.kernels.linear.grouped.stacks import stack_of
 from quantkit.kernels.linear.grouped.weight import GroupedWeight, lay_out_half, why_not
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.reader import Reader
@@ -34,6 +34,19 @@ def slow_experts(config: ModelConfig, formats: Mapping[str, Format]) -> list[str
     return sorted({reason for layer in routed if (reason := why_not_stacked(config, layer, formats))})
 
 
+def formats_of_layers(config: ModelConfig, formats: Mapping[str, Format]) -> list[Format]:
+    """Of the quantized linears that run by themselves: all but those of experts that are stacked."""
+    stacked = {
+        module
+        for layer, stages in enumerate(config.stages)
+        if why_not_stacked(config, layer, formats) is None
+        for stage in stages
+        if stage.routed
+        for module in config.family.modules(layer, stage)
+    }
+    return [fmt for module, fmt in formats.items() if module not in stacked]
+
+
 def read_stack(
     reader: Reader, modules: Sequence[str], outputs: int, inputs: int, *, biased: bool = False
 ) -> GroupedWeight:
@@ -46,9 +59,9 @@ def read_stack(
         for plane, name in zip(values, modules, strict=True):
             reader.fill(plane, f"{name}.weight", (outputs, inputs))
         return lay_out_half(values, bias)
-    stack = PackedStack(len(modules))
+    stack = stack_of(reader.checkpoint.formats[modules[0]], len(modules))
     quick = replace(reader, tried_rows=TRIED_ROWS)
     for number, name in enumerate(modules):
         with reader.checkpoint.naming(name):
-            stack.put(number, (quick if number else reader).packed(name, outputs, inputs))
+            stack.put(number, (quick if number else reader).plane(name, outputs, inputs))
     return stack.finish(bias)

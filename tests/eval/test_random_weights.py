@@ -33,19 +33,18 @@ def test_quantized_zeros_mean_zeros() -> None:
         assert not linear(x, weight).any()
 
 
-@pytest.mark.parametrize("name", [None, "w4", "nf4", "llm-int8"])
+@pytest.mark.parametrize("name", [None, "w4", "nf4", "llm-int8", "fp8-block"])
 def test_experts(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other on a CPU; as a GPU has them, stacked where a routed kernel takes the format."""
+    """One after the other on a CPU; as a GPU has them, stacked."""
     for block in _weights(name, False, "tiny-experts").blocks:
         assert isinstance(block.mlp, ExpertMlp)
         assert len(block.mlp.experts) == 4
     monkeypatch.setattr(shapes, "has_routed_kernels", lambda device: True)
     for block in _weights(name, False, "tiny-experts").blocks:
-        assert isinstance(block.mlp, ExpertMlp if name == "llm-int8" else GroupedMlp)
-        if isinstance(block.mlp, GroupedMlp):
-            assert (block.mlp.gate_up.count, block.mlp.gate_up.outputs, block.mlp.gate_up.inputs) == (8, 128, 256)
-            assert (block.mlp.down.count, block.mlp.down.outputs, block.mlp.down.inputs) == (4, 256, 128)
-            assert block.mlp.share_of_token == 0.5
+        assert isinstance(block.mlp, GroupedMlp)
+        assert (block.mlp.gate_up.count, block.mlp.gate_up.outputs, block.mlp.gate_up.inputs) == (8, 128, 256)
+        assert (block.mlp.down.count, block.mlp.down.outputs, block.mlp.down.inputs) == (4, 256, 128)
+        assert block.mlp.share_of_token == 0.5
 
 
 def test_bytes_are_those_of_what_is_made() -> None:

@@ -3,17 +3,80 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.linear.grouped.weight import GroupedPacked, new_tickets
+from quantkit.formats import Format, QuantizedWeight
+from quantkit.kernels.linear.eight_bit import weight as eight_bit
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
+from quantkit.kernels.linear.grouped.weight import GroupedEightBit, GroupedPacked, GroupedWeight, new_tickets
+from quantkit.kernels.linear.weight import LinearWeight
+from quantkit.kernels.linear.weight_only import weight as weight_only
 from quantkit.kernels.linear.weight_only.weight import Nested, PackedWeight
 
 
-class PackedStack:
+class Stack(Protocol):
     """Memory for planes of one kind, which is known from the first of them on."""
+
+    def put(self, plane: int, weight: Any) -> None:
+        """Copies a plane, laid out as `lay_out` does, to its place."""
+
+    def finish(self, bias: Tensor | None = None) -> GroupedWeight:
+        """The planes as one, with the biases [planes, outputs] of all."""
+
+
+def stack_of(fmt: Format, count: int) -> Stack:
+    """For so many planes in a format."""
+    return EightBitStack(count) if eight_bit.takes(fmt) else PackedStack(count)
+
+
+def lay_out(fmt: Format, quantized: QuantizedWeight) -> PackedWeight | EightBitWeight:
+    """One plane as a stack of its format takes it."""
+    return eight_bit.lay_out(fmt, quantized) if eight_bit.takes(fmt) else weight_only.lay_out(quantized)
+
+
+class EightBitStack:
+    """Of LLM.int8, W8A8 and FP8."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._like: EightBitWeight | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    def put(self, plane: int, weight: EightBitWeight) -> None:
+        parts = {"values": weight.values, "scales": weight.scales, "input_scales": weight.input_scale}
+        if self._like is None:
+            self._like = weight
+            for name, part in parts.items():
+                if part is not None:
+                    self._tensors[name] = torch.empty(self._count, *part.shape, dtype=part.dtype, device=part.device)
+        elif (weight.kind, weight.outputs, weight.inputs) != (self._like.kind, self._like.outputs, self._like.inputs):
+            raise _they_differ(weight, self._like)
+        for name, stored in self._tensors.items():
+            part = parts[name]
+            assert part is not None
+            stored[plane].copy_(part)
+
+    def finish(self, bias: Tensor | None = None) -> GroupedEightBit:
+        assert self._like is not None
+        values, scales, inputs = (self._tensors.get(name) for name in ("values", "scales", "input_scales"))
+        assert values is not None
+        assert scales is not None
+        first = replace(
+            self._like,
+            values=values[0],
+            scales=scales[0],
+            input_scale=None if inputs is None else inputs[0],
+            tickets=new_tickets(values.device),
+        )
+        return GroupedEightBit(first, values, scales, None if inputs is None else inputs.flatten(), bias)
+
+
+class PackedStack:
+    """Of weight-only formats."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -25,10 +88,7 @@ class PackedStack:
         if self._like is None:
             self._like = weight
         elif _kind(weight) != _kind(self._like) or not _same_table(weight, self._like):
-            raise InputError(
-                f"experts of one layer differ: one is {weight.kind} of {weight.outputs} x {weight.inputs}, others are "
-                f"{self._like.kind} of {self._like.outputs} x {self._like.inputs}; use --device cpu"
-            )
+            raise _they_differ(weight, self._like)
         parts = _parts(weight)
         for name in self._tensors.keys() | parts.keys():
             part = parts.get(name)
@@ -41,10 +101,16 @@ class PackedStack:
             place.copy_(_neutral(name, weight, place) if part is None else part)
 
     def finish(self, bias: Tensor | None = None) -> GroupedPacked:
-        """The planes as one, with the biases [planes, outputs] of all."""
         assert self._like is not None
         like = replace(self._like, tickets=new_tickets(self._like.device))
         return GroupedPacked(tuple(_view(like, self._tensors, plane) for plane in range(self._count)), bias)
+
+
+def _they_differ(weight: LinearWeight, other: LinearWeight) -> InputError:
+    return InputError(
+        f"experts of one layer differ: one is {weight.kind} of {weight.outputs} x {weight.inputs}, others are "
+        f"{other.kind} of {other.outputs} x {other.inputs}; use --device cpu"
+    )
 
 
 _NEUTRAL = ("zeros", "order")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantkit.formats import Format
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.grouped.routes import Routes
 from quantkit.kernels.linear.weight import TICKETS
 from quantkit.kernels.linear.weight_only import weight as weight_only
@@ -59,8 +60,8 @@ class GroupedWeight(Protocol):
         """With an activation this is gate and up: x [tokens, inputs] -> [pairs, outputs] in the order of `routes`.
         Without one it is down: x [pairs, inputs] in that order -> [pairs, outputs], a pair under its number."""
 
-    def in_half(self, dtype: torch.dtype) -> GroupedHalf:
-        """Decoded, in memory of its own; itself where it is not quantized."""
+    def in_half(self, dtype: torch.dtype) -> GroupedWeight:
+        """Decoded, in memory of its own; itself where products read it as it is, however many pairs there are."""
 
 
 @dataclass(frozen=True)
@@ -166,16 +167,63 @@ class GroupedPacked:
         return decode(self, dtype)
 
 
+@dataclass(frozen=True)
+class GroupedEightBit:
+    """Planes as `eight_bit/weight.py` lays them out, behind each other; activations are what that file says."""
+
+    first: EightBitWeight  # the first plane, with views of what follows
+    values: Tensor  # int8 or float8_e4m3 [planes, rows, columns]
+    scales: Tensor  # float32 [planes, rows], or [planes, rows / 128, columns / 128]
+    input_scales: Tensor | None  # float32 [planes], only static
+    bias: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.first.outputs
+
+    @property
+    def inputs(self) -> int:
+        return self.first.inputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + bytes_of_bias(self)
+
+    @property
+    def kind(self) -> str:
+        return self.first.kind
+
+    @property
+    def tickets(self) -> Tensor:
+        return self.first.tickets
+
+    def matmul(
+        self, x: Tensor, routes: Routes, config: Any, activation: str | None = None, clip: Clip | None = None
+    ) -> Tensor:
+        from quantkit.kernels.linear.grouped.eight_bit import matmul  # needs Triton
+
+        return matmul(x, self, routes, config, activation, clip)
+
+    def in_half(self, dtype: torch.dtype) -> GroupedEightBit:
+        return self
+
+
 def why_not(formats: Iterable[Format | None], inputs: int) -> str | None:
     """Why no routed kernel takes planes in these formats (None: not quantized); None where one does."""
     found = set(formats)
     fmt = found.pop()
     if found:
         return "they are in different formats"
-    if fmt is None:
+    if fmt is None or eight_bit.takes(fmt):
         return None
-    if eight_bit.takes(fmt):
-        return f"{fmt.name} rounds activations too"
     return weight_only.why_not(fmt.quantize(torch.ones(1, inputs)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compile_matrix.case import Case
-from compile_matrix.weights import weight_of
+from compile_matrix.weights import SERVED, weight_of
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.dense.weight import lay_out
 from quantkit.kernels.linear.grouped.choices import candidates, choose
@@ -18,7 +18,7 @@ from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.router import route_tokens
 from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
 from quantkit.kernels.linear.grouped.routing import route
-from quantkit.kernels.linear.grouped.stacks import PackedStack
+from quantkit.kernels.linear.grouped.stacks import stack_of
 from quantkit.kernels.linear.grouped.tile import TileConfig
 from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight, lay_out_half
 
@@ -26,6 +26,10 @@ _FORMATS = ("w4", "w4-g64", "w4-g32", "w4-asym", "awq", "w8", "w3", "w2", "nf4",
 _CLIPPED = ("half", "mxfp4")  # as gpt-oss has them: with biases, too
 _EXPERTS, _PER_TOKEN, _HIDDEN, _WIDTH = 2, 2, 512, 256
 _TOKENS = (1, 8, 20, 60, 200)  # one or more for every entry of the tables
+# Of the first three, which need most registers and shared memory, all; of the others few tokens and prompts.
+_EIGHT_BIT = dict.fromkeys(("llm-int8", "fp8-block", "fp8-exact"), _TOKENS) | dict.fromkeys(
+    ("w8a8", "fp8", "fp8-static"), (8, 200)
+)
 _RULES = {
     "128, 8 of them": (128, Rule(8)),
     "8, 2 of them": (8, Rule(2, normalized=False)),
@@ -46,6 +50,10 @@ def grouped_cases(card: Card) -> Iterator[Case]:
         yield Case(f"sum of experts, shared {shared}", lambda dtype, shared=shared: _combine(shared, dtype))
     for name in (*_FORMATS, "half"):
         for tokens in _TOKENS:
+            launch = lambda dtype, how=(name, tokens, card): _chosen(*how, dtype)  # noqa: E731
+            yield Case(f"experts in {name} for {tokens}", launch)
+    for name, numbers in _EIGHT_BIT.items():
+        for tokens in numbers:
             launch = lambda dtype, how=(name, tokens, card): _chosen(*how, dtype)  # noqa: E731
             yield Case(f"experts in {name} for {tokens}", launch)
     for name in ("w4", "nf4", "half"):
@@ -129,7 +137,7 @@ def _weights(name: str, dtype: torch.dtype) -> tuple[GroupedWeight, GroupedWeigh
 
 
 def _stacked(name: str, planes: int, outputs: int, inputs: int) -> Any:
-    stack = PackedStack(planes)
+    stack = stack_of(SERVED[name]("bfloat16"), planes)
     for plane in range(planes):
         stack.put(plane, weight_of(name, outputs, inputs))
     return stack.finish()
