@@ -41,10 +41,13 @@ class RandomWeights:
         head_bits: int | None = None,
         *,
         zeros: bool = False,
+        experts_alone: bool = False,
     ) -> None:
-        """Every linear in one format; None: as it is. `zeros`: of blocks, instead of weights at random."""
+        """Every linear in one format, or those of experts alone; None: as it is. `zeros`: of blocks, instead of weights
+        at random."""
         self._config = config
-        self._format = fmt
+        self._of_experts = fmt
+        self._format = None if experts_alone else fmt  # of all others
         self._dtype = dtype
         self._head_bits = head_bits
         self._zeros = zeros
@@ -58,16 +61,17 @@ class RandomWeights:
         plain += more_bytes(config, self._dtype, self._head_bits)
         routers = sum(stages[2].experts.count for stages in config.stages if stages[2].experts)
         plain += routers * config.hidden * self._dtype.itemsize
-        return plain + sum(self._stored(rows, inputs) for rows, inputs in self._linears())
+        return plain + sum(self._stored(*linear) for linear in self._linears())
 
-    def _linears(self) -> Iterator[tuple[int, int]]:
+    def _linears(self) -> Iterator[tuple[int, int, Format | None]]:
         for stage in (stage for stages in self._config.stages for stage in stages):
-            yield from ((rows, self._config.inputs(stage)) for rows in self._config.outputs(stage))
+            fmt = self._of_experts if stage.routed else self._format
+            yield from ((rows, self._config.inputs(stage), fmt) for rows in self._config.outputs(stage))
 
-    def _stored(self, rows: int, inputs: int) -> int:
-        if self._format is None:
+    def _stored(self, rows: int, inputs: int, fmt: Format | None) -> int:
+        if fmt is None:
             return rows * inputs * self._dtype.itemsize
-        parts = [part for part in self._format.parts((rows, inputs)).values() if ANY_LENGTH not in part.shape]
+        parts = [part for part in fmt.parts((rows, inputs)).values() if ANY_LENGTH not in part.shape]
         return sum(part.dtype.itemsize * torch.Size(part.shape).numel() for part in parts)
 
     def load(self) -> Weights:
@@ -84,55 +88,63 @@ class RandomWeights:
     def _block(self, stages: tuple[Stage, ...]) -> Block:
         config, by_role = self._config, {stage.role: stage for stage in stages}
         norm, of_head = self._ones(config.hidden), self._ones(config.head_dim) if config.family.qk_norm else None
+        biased = config.family.qkv_bias  # as a silent config.json means it
         return Block(
             before_attention=norm,
-            qkv=self._of_stage(by_role["qkv"], biased=config.family.qkv_bias == "always"),
+            qkv=self._of_stage(by_role["qkv"], self._format, biased=biased in ("always", "assumed")),
             q_norm=of_head,
             k_norm=of_head,
-            output=self._of_stage(by_role["output"]),
+            output=self._of_stage(by_role["output"], self._format, biased=biased == "assumed"),
             after_attention=None,
             before_mlp=norm,
             mlp=self._mlp(by_role["gate_up"], by_role["down"]),
             after_mlp=None,
+            sinks=self._random(config.heads) if config.family.sinks else None,
         )
 
     def _mlp(self, gate_up: Stage, down: Stage) -> Mlp:
         experts = gate_up.experts
         if experts is None:
-            return DenseMlp(self._of_stage(gate_up), self._of_stage(down))
-        router = Linear((self._random(experts.count, self._config.hidden),))
+            return DenseMlp(self._of_stage(gate_up, self._format), self._of_stage(down, self._format))
+        bias = self._random(experts.count) if experts.router_biased else None
+        router, biased = Linear((self._random(experts.count, self._config.hidden),), bias), self._has_mlp_bias
         if has_routed_kernels(self._device) and not any(map(self._why_not_stacked, (gate_up, down))):
             stacks = self._stack(gate_up), self._stack(down)
-            return GroupedMlp(
-                router, *stacks, rule_of(experts.per_token, experts.routing), self._config.activation, shared=None
-            )
+            rule, activation = rule_of(experts.per_token, experts.routing), self._config.activation
+            return GroupedMlp(router, *stacks, rule, activation, shared=None, clip=self._config.clip)
         each = zip(gate_up.by_expert, down.by_expert, strict=True)
-        mlps = tuple(DenseMlp(*map(self._of_stage, stages)) for stages in each)
+        mlps = tuple(
+            DenseMlp(*(self._of_stage(stage, self._of_experts, biased=biased) for stage in stages)) for stages in each
+        )
         return ExpertMlp(router, mlps, experts.per_token, experts.routing, shared=None)
 
+    @property
+    def _has_mlp_bias(self) -> bool:
+        return self._config.family.mlp_bias == "always"
+
     def _why_not_stacked(self, stage: Stage) -> str | None:
-        return why_not([self._format], self._config.inputs(stage))
+        return why_not([self._of_experts], self._config.inputs(stage))
 
     def _stack(self, stage: Stage) -> GroupedWeight:
         """Of all experts."""
         sizes, inputs = self._config.outputs(stage), self._config.inputs(stage)
-        if self._format is None:
-            return lay_out_half(self._weight(len(sizes) * sizes[0], inputs).view(len(sizes), sizes[0], inputs))
-        fmt, stack = self._format, stack_of(self._format, len(sizes))
+        bias = self._random(len(sizes), sizes[0]) if self._has_mlp_bias else None
+        fmt = self._of_experts
+        if fmt is None:
+            return lay_out_half(self._weight(len(sizes) * sizes[0], inputs).view(len(sizes), sizes[0], inputs), bias)
+        stack = stack_of(fmt, len(sizes))
         distinct = [lay_out(fmt, fmt.quantize(self._weight(sizes[0], inputs))) for _ in range(_DISTINCT)]
         for plane in range(len(sizes)):
             stack.put(plane, distinct[plane % _DISTINCT])
-        return stack.finish()
+        return stack.finish(bias)
 
-    def _of_stage(self, stage: Stage, *, biased: bool = False) -> Linear:
-        return self._linear(self._config.outputs(stage), self._config.inputs(stage), biased=biased)
-
-    def _linear(self, outputs: tuple[int, ...], inputs: int, *, biased: bool) -> Linear:
-        bias = self._random(sum(outputs), 1).flatten() if biased else None
-        if self._format is None:
+    def _of_stage(self, stage: Stage, fmt: Format | None, *, biased: bool = False) -> Linear:
+        outputs, inputs = self._config.outputs(stage), self._config.inputs(stage)
+        bias = self._random(sum(outputs)) if biased else None
+        if fmt is None:
             return Linear((self._weight(sum(outputs), inputs),), bias)
         weights: list[LinearWeight] = [
-            prepare(self._format, self._format.quantize(self._weight(rows, inputs)), self._dtype) for rows in outputs
+            prepare(fmt, fmt.quantize(self._weight(rows, inputs)), self._dtype) for rows in outputs
         ]
         joined = join(weights)
         return Linear(tuple(weights) if joined is None else (joined,), bias)
@@ -142,8 +154,8 @@ class RandomWeights:
             return torch.zeros(rows, columns, dtype=self._dtype, device=self._device)
         return self._random(rows, columns)
 
-    def _random(self, rows: int, columns: int) -> Tensor:
-        place = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
+    def _random(self, *shape: int) -> Tensor:
+        place = torch.empty(shape, dtype=self._dtype, device=self._device)
         return place.normal_(std=_SPREAD, generator=self._generator)
 
     def _ones(self, size: int) -> Tensor:

@@ -7,6 +7,7 @@ the host does not know who was chosen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,10 +101,9 @@ class GroupedMlp:
         if self.shared is not None:
             shared = run(self.shared.mlp, x)
             gate = None if self.shared.gate is None else self.shared.gate(x)
-        weight, plain = self.router.served[0], self.router.bias is None and not self.float32
         return sum_of_experts(
             x,
-            weight if plain and isinstance(weight, HalfWeight) else self._logits,
+            self.scorer,
             self.gate_up,
             self.down,
             self.rule,
@@ -113,6 +113,12 @@ class GroupedMlp:
             shared=shared,
             gate=gate,
         )
+
+    @property
+    def scorer(self) -> HalfWeight | Callable[[Tensor], Tensor]:
+        """The router as kernels take it: its weight where that is all, else what computes logits."""
+        weight, plain = self.router.served[0], self.router.bias is None and not self.float32
+        return weight if plain and isinstance(weight, HalfWeight) else self._logits
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.router(x.float() if self.float32 else x)

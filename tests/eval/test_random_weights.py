@@ -7,6 +7,7 @@ from torch import Tensor
 from quantkit.eval.engine import shapes
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.kernels.cases import FORMATS
+from quantkit.formats import CtMxfp4
 from quantkit.kernels.linear.op import linear
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp
@@ -45,6 +46,25 @@ def test_experts(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (block.mlp.gate_up.count, block.mlp.gate_up.outputs, block.mlp.gate_up.inputs) == (8, 128, 256)
         assert (block.mlp.down.count, block.mlp.down.outputs, block.mlp.down.inputs) == (4, 256, 128)
         assert block.mlp.share_of_token == 0.5
+
+
+def test_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gpt-oss is published: 16 bits but for experts, biases and sinks; inputs that 128 does not divide."""
+    small = {"hidden_size": 160, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4}
+    config, device = read_model_config(SHAPES["gpt-oss-20b"] | small), torch.device("cpu")
+    monkeypatch.setattr(shapes, "has_routed_kernels", lambda device: True)
+    random = RandomWeights(config, CtMxfp4(), torch.bfloat16, device, experts_alone=True)
+    made = random.load()
+    for block in made.blocks:
+        assert isinstance(block.qkv.weights[0], Tensor)
+        assert None not in (block.qkv.bias, block.output.bias, block.sinks)
+        assert isinstance(block.mlp, GroupedMlp)
+        assert block.mlp.clip == (7.0, 1.702)
+        assert block.mlp.gate_up.kind == "e2m1-g32"
+        assert block.mlp.gate_up.bias is not None
+        assert block.mlp.gate_up.bias.shape == (8, 96)
+    assert random.nbytes() < resident_bytes(made)
 
 
 def test_bytes_are_those_of_what_is_made() -> None:

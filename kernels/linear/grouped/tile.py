@@ -99,7 +99,7 @@ def prepare_launch(
     constants = {
         "GATED": gated,
         "GELU": activation == "gelu_pytorch_tanh",
-        "CLIPPED": clip is not None,
+        "CLIPPED": gated and clip is not None,
         "HAS_BIAS": weight.bias is not None,
         "PER_TOKEN": routes.per_token,
         "DTYPE": TRITON[x.dtype],
