@@ -97,10 +97,12 @@ def test_a_card_without_float8(name: str, device: str) -> None:
         check_products(FORMATS[name], 3, 1, torch.randn(3, EXPERTS, device=device), device)
 
 
-@pytest.mark.parametrize(("tokens", "per_token", "favourite"), [(1, 1, None), (9, 2, 1), (17, 1, 2)])
-@pytest.mark.parametrize("name", ["llm-int8", "fp8-block"])
+@pytest.mark.parametrize(
+    ("name", "tokens", "per_token", "favourite"),
+    [("llm-int8", 1, 1, None), ("llm-int8", 9, 2, 1), ("fp8-block", 1, 3, None), ("fp8-block", 17, 1, 2)],
+)
 def test_odd_routings(name: str, tokens: int, per_token: int, favourite: int | None, device: str) -> None:
-    """One token, and an expert that all choose, so that there are several tiles of it and one expert has none."""
+    """One token, all experts of it; an expert that all choose, so that it has several tiles and another has none."""
     logits = torch.randn(tokens, EXPERTS, device=device)
     if favourite is not None:
         logits[:, favourite], logits[:, 0] = 30.0, -30.0
@@ -109,7 +111,7 @@ def test_odd_routings(name: str, tokens: int, per_token: int, favourite: int | N
 
 def test_outliers_of_many_rows(device: str) -> None:
     """Of more rows than dense layers copy columns for; here they are listed alone."""
-    check_products(LlmInt8(), 70, 1, torch.randn(70, EXPERTS, device=device), device)
+    check_products(LlmInt8(), 65, 1, torch.randn(65, EXPERTS, device=device), device)
 
 
 def test_a_whole_layer_as_it_is_chosen(device: str) -> None:
