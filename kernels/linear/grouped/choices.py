@@ -20,6 +20,7 @@ _SPLITS = (1, 2, 4, 8)
 _FEWEST_STEPS = 2  # of a split
 _LEAST_OF_3_BITS = 5  # load: tiles of 16 pairs, as dense layers have it (`weight_only/choices.py`)
 _LARGEST_IN_REGISTERS = 22  # load: larger tiles of codes spill where a warp holds its operands itself
+_LARGEST_EMULATED = 10  # load: larger tiles of FP8 spill where a card decodes it in registers
 _PAIRS_ROOM = 160 << 10  # bytes of shared memory of a multiprocessor, for tables of pairs
 
 
@@ -60,6 +61,7 @@ _SMALL_PROMPTS = Way(64, TileConfig(64, 8, 2, depth=64, streamed=False), TileCon
 
 _EIGHT_BIT_PROMPTS = Way(128, TileConfig(64, 8, 3, streamed=False), TileConfig(128, 8, 3, streamed=False))
 _SMALL_EIGHT_BIT_PROMPTS = Way(64, TileConfig(64, 8, 2, streamed=False), TileConfig(64, 8, 2, streamed=False))
+_EMULATED = Way(32, TileConfig(32, 4, 2, streamed=False), TileConfig(32, 4, 2, streamed=False))
 
 # What is worth a measurement: pairs of a tile -> (outputs, warps, stages) of both products, for codes and for 8 bits
 _PACKED_TRIED = {
@@ -84,6 +86,8 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card) 
     if gate_up.kind.startswith("int3"):
         load = max(load, _LEAST_OF_3_BITS)
     packed, eight_bit = isinstance(gate_up, GroupedPacked), isinstance(gate_up, GroupedEightBit)
+    if load > _LARGEST_EMULATED and gate_up.kind.startswith("fp8") and card is not NO_GPU and not card.has_float8:
+        return _EMULATED
     table = _PACKED if packed else _EIGHT_BIT if eight_bit else _HALF
     most = next((most for most in table if load <= most), None)
     if most is None:
