@@ -127,6 +127,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
     "mixtral-8x7b": {
         "model_type": "mixtral",
         "vocab_size": 32000,
@@ -232,6 +248,8 @@ _WITH_PLAIN_BLOCKS = ("llama", "mistral", "qwen2")
 # Those that can be filled with random weights: two norms in a block, separate linears.
 PLAIN_SHAPES = {name: config for name, config in SHAPES.items() if config["model_type"] in _WITH_PLAIN_BLOCKS}
 # The same with experts, which few tools beside the engine can be given at random.
-EXPERT_SHAPES = {name: SHAPES[name] for name in ("qwen3-30b-a3b", "mixtral-8x7b", "tiny-experts")}
+EXPERT_SHAPES = {name: SHAPES[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "tiny-experts")}
 # And with latent attention, beside shared and dense MLPs.
 LATENT_SHAPES = {name: SHAPES[name] for name in ("deepseek-v2-lite", "tiny-latents")}
+# Published with experts in MXFP4 and all else in 16 bits: of these shapes a format is that of experts alone.
+QUANTIZED_EXPERTS = ("gpt-oss-20b",)

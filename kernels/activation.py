@@ -38,6 +38,13 @@ def activated(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def clipped(gate, up, limit, factor):
+    """gpt-oss's product of both, in float32."""
+    gate = tl.minimum(gate, limit)
+    return gate * sigmoid(factor * gate) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+
+
+@triton.jit
 def _activate(
     gate_up,
     out,
@@ -60,13 +67,10 @@ def _activate(
     up = tl.load(row + width + columns, mask=here, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     if CLIPPED:
-        gate = tl.minimum(gate, limit)
-        active = gate * sigmoid(factor * gate)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        result = clipped(gate, up, limit, factor)
     else:
-        active = activated(gate, GELU).to(dtype).to(tl.float32)
-    result = (active * up).to(dtype)
-    tl.store(out + token * out_stride + columns, result, mask=here)
+        result = activated(gate, GELU).to(dtype).to(tl.float32) * up
+    tl.store(out + token * out_stride + columns, result.to(dtype), mask=here)
 
 
 def gated_activation(

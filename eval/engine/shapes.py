@@ -12,9 +12,9 @@ from quantkit.eval.shapes import EXPERT_SHAPES, LATENT_SHAPES, PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
 from quantkit.kernels.linear.fuse import join
-from quantkit.kernels.linear.grouped.weight import GroupedWeight, PackedStack, lay_out_half, why_not
+from quantkit.kernels.linear.grouped.stacks import lay_out, stack_of
+from quantkit.kernels.linear.grouped.weight import GroupedWeight, lay_out_half, why_not
 from quantkit.kernels.linear.op import LinearWeight, prepare
-from quantkit.kernels.linear.weight_only.weight import lay_out
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
 from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
@@ -42,10 +42,13 @@ class RandomWeights:
         head_bits: int | None = None,
         *,
         zeros: bool = False,
+        experts_alone: bool = False,
     ) -> None:
-        """Every linear in one format; None: as it is. `zeros`: of blocks, instead of weights at random."""
+        """Every linear in one format, or those of experts alone; None: as it is. `zeros`: of blocks, instead of weights
+        at random."""
         self._config = config
-        self._format = fmt
+        self._of_experts = fmt
+        self._format = None if experts_alone else fmt  # of all others
         self._dtype = dtype
         self._head_bits = head_bits
         self._zeros = zeros
@@ -59,16 +62,18 @@ class RandomWeights:
         plain += more_bytes(config, self._dtype, self._head_bits)
         routers = (stage.experts for stages in config.stages for stage in stages if stage.role == "gate_up")
         plain += sum(one.count * config.hidden * self._router_dtype(one).itemsize for one in routers if one)
-        return plain + sum(self._stored(stage, *shape) for stage, *shape in self._linears())
+        return plain + sum(self._stored(*linear) for linear in self._linears())
 
-    def _linears(self) -> Iterator[tuple[Stage, int, int]]:
+    def _linears(self) -> Iterator[tuple[int, int, Format | None]]:
         for stage in (stage for stages in self._config.stages for stage in stages):
-            yield from ((stage, rows, self._config.inputs(stage)) for rows in self._config.outputs(stage))
+            fmt = self._of_experts if stage.routed else self._format
+            fmt = None if stage.role == "kv_b" else fmt  # which the engine decodes
+            yield from ((rows, self._config.inputs(stage), fmt) for rows in self._config.outputs(stage))
 
-    def _stored(self, stage: Stage, rows: int, inputs: int) -> int:
-        if self._format is None or stage.role == "kv_b":  # which the engine decodes
+    def _stored(self, rows: int, inputs: int, fmt: Format | None) -> int:
+        if fmt is None:
             return rows * inputs * self._dtype.itemsize
-        parts = [part for part in self._format.parts((rows, inputs)).values() if ANY_LENGTH not in part.shape]
+        parts = [part for part in fmt.parts((rows, inputs)).values() if ANY_LENGTH not in part.shape]
         return sum(part.dtype.itemsize * torch.Size(part.shape).numel() for part in parts)
 
     def load(self) -> Weights:
@@ -85,24 +90,26 @@ class RandomWeights:
     def _block(self, stages: tuple[Stage, ...]) -> Block:
         config, by_role = self._config, {stage.role: stage for stage in stages}
         norm, of_head = self._ones(config.hidden), self._ones(config.head_dim) if config.family.qk_norm else None
+        biased = config.family.qkv_bias  # as a silent config.json means it
         return Block(
             before_attention=norm,
-            qkv=self._of_stage(by_role["qkv"], biased=config.family.qkv_bias == "always"),
+            qkv=self._of_stage(by_role["qkv"], self._format, biased=biased in ("always", "assumed")),
             q_norm=of_head,
             k_norm=of_head,
-            output=self._of_stage(by_role["output"]),
+            output=self._of_stage(by_role["output"], self._format, biased=biased == "assumed"),
             after_attention=None,
             before_mlp=norm,
             mlp=self._mlp(by_role),
             after_mlp=None,
             latent=None if config.latent is None else self._latent(by_role, config.latent),
+            sinks=self._random(config.heads) if config.family.sinks else None,
         )
 
     def _latent(self, by_role: dict[str, Stage], sizes: LatentSizes) -> LatentProjections:
         (rows,), q_b = self._config.outputs(by_role["kv_b"]), by_role.get("q_b")
         return LatentProjections(
             q_norm=None if sizes.query_rank is None else self._ones(sizes.query_rank),
-            q_b=None if q_b is None else self._of_stage(q_b),
+            q_b=None if q_b is None else self._of_stage(q_b, self._format),
             kv_norm=self._ones(sizes.rank),
             up=self._weight(rows, sizes.rank).unflatten(0, (-1, sizes.expanded)),
             plain=sizes.plain,
@@ -112,15 +119,23 @@ class RandomWeights:
         gate_up, down = by_role["gate_up"], by_role["down"]
         experts = gate_up.experts
         if experts is None:
-            return DenseMlp(self._of_stage(gate_up), self._of_stage(down))
-        router = Linear((self._random(experts.count, self._config.hidden).to(self._router_dtype(experts)),))
+            return self._dense(gate_up, down)
+        bias = self._random(experts.count) if experts.router_biased else None
+        router = Linear((self._random(experts.count, self._config.hidden).to(self._router_dtype(experts)),), bias)
         beside, routing = (self._shared_expert(by_role), self._correction(experts)), experts.routing
         if has_routed_kernels(self._device) and not any(map(self._why_not_stacked, (gate_up, down))):
             stacks, rule = (self._stack(gate_up), self._stack(down)), rule_of(experts.per_token, routing)
-            return GroupedMlp(router, *stacks, rule, self._config.activation, *beside, float32=routing.float32)
+            activation, clip = self._config.activation, self._config.clip
+            return GroupedMlp(router, *stacks, rule, activation, *beside, clip, routing.float32)
         each = zip(gate_up.by_expert, down.by_expert, strict=True)
-        mlps = tuple(DenseMlp(*map(self._of_stage, stages)) for stages in each)
+        mlps = tuple(
+            DenseMlp(*(self._of_stage(stage, self._of_experts, biased=self._has_mlp_bias) for stage in stages))
+            for stages in each
+        )
         return ExpertMlp(router, mlps, experts.per_token, routing, *beside)
+
+    def _dense(self, gate_up: Stage, down: Stage) -> DenseMlp:
+        return DenseMlp(self._of_stage(gate_up, self._format), self._of_stage(down, self._format))
 
     def _router_dtype(self, experts: Experts) -> torch.dtype:
         return torch.float32 if experts.routing.float32 else self._dtype
@@ -130,34 +145,38 @@ class RandomWeights:
             return None
         gate_up, down = by_role["shared_gate_up"], by_role["shared_down"]
         gate = None if gate_up.gate is None else Linear((self._random(1, self._config.hidden),))
-        return SharedExpert(DenseMlp(self._of_stage(gate_up), self._of_stage(down)), gate)
+        return SharedExpert(self._dense(gate_up, down), gate)
 
     def _correction(self, experts: Experts) -> Tensor | None:
         return None if experts.correction is None else torch.zeros(experts.count, device=self._device)
 
+    @property
+    def _has_mlp_bias(self) -> bool:
+        return self._config.family.mlp_bias == "always"
+
     def _why_not_stacked(self, stage: Stage) -> str | None:
-        return why_not([self._format], self._config.inputs(stage))
+        return why_not([self._of_experts], self._config.inputs(stage))
 
     def _stack(self, stage: Stage) -> GroupedWeight:
         """Of all experts."""
         sizes, inputs = self._config.outputs(stage), self._config.inputs(stage)
-        if self._format is None:
-            return lay_out_half(self._weight(len(sizes) * sizes[0], inputs).view(len(sizes), sizes[0], inputs))
-        distinct = [lay_out(self._format.quantize(self._weight(sizes[0], inputs))) for _ in range(_DISTINCT)]
-        stack = PackedStack(len(sizes))
+        bias = self._random(len(sizes), sizes[0]) if self._has_mlp_bias else None
+        fmt = self._of_experts
+        if fmt is None:
+            return lay_out_half(self._weight(len(sizes) * sizes[0], inputs).view(len(sizes), sizes[0], inputs), bias)
+        stack = stack_of(fmt, len(sizes))
+        distinct = [lay_out(fmt, fmt.quantize(self._weight(sizes[0], inputs))) for _ in range(_DISTINCT)]
         for plane in range(len(sizes)):
             stack.put(plane, distinct[plane % _DISTINCT])
-        return stack.finish()
+        return stack.finish(bias)
 
-    def _of_stage(self, stage: Stage, *, biased: bool = False) -> Linear:
-        return self._linear(self._config.outputs(stage), self._config.inputs(stage), biased=biased)
-
-    def _linear(self, outputs: tuple[int, ...], inputs: int, *, biased: bool) -> Linear:
-        bias = self._random(sum(outputs), 1).flatten() if biased else None
-        if self._format is None:
+    def _of_stage(self, stage: Stage, fmt: Format | None, *, biased: bool = False) -> Linear:
+        outputs, inputs = self._config.outputs(stage), self._config.inputs(stage)
+        bias = self._random(sum(outputs)) if biased else None
+        if fmt is None:
             return Linear((self._weight(sum(outputs), inputs),), bias)
         weights: list[LinearWeight] = [
-            prepare(self._format, self._format.quantize(self._weight(rows, inputs)), self._dtype) for rows in outputs
+            prepare(fmt, fmt.quantize(self._weight(rows, inputs)), self._dtype) for rows in outputs
         ]
         joined = join(weights)
         return Linear(tuple(weights) if joined is None else (joined,), bias)
@@ -167,8 +186,8 @@ class RandomWeights:
             return torch.zeros(rows, columns, dtype=self._dtype, device=self._device)
         return self._random(rows, columns)
 
-    def _random(self, rows: int, columns: int) -> Tensor:
-        place = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
+    def _random(self, *shape: int) -> Tensor:
+        place = torch.empty(shape, dtype=self._dtype, device=self._device)
         return place.normal_(std=_SPREAD, generator=self._generator)
 
     def _ones(self, size: int) -> Tensor:

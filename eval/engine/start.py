@@ -15,6 +15,7 @@ from quantkit.eval.engine.run import SHORT_PROMPT, WARM_UP_TOKENS, Load, run_loa
 from quantkit.eval.engine.shape_formats import check_format_name, shape_format
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.kernels.cases import UNQUANTIZED
+from quantkit.eval.shapes import QUANTIZED_EXPERTS
 from quantkit.formats import Format
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.drafters.draft_model import DraftModel
@@ -46,7 +47,8 @@ def formats_of(model: str, asked: list[str]) -> list[str]:
         return [CHECKPOINT]
     for name in asked:
         check_format_name(model, name)
-    return asked or ["w4", "nf4", "llm-int8", UNQUANTIZED]
+    usual = ["mxfp4"] if model in QUANTIZED_EXPERTS else ["w4", "nf4", "llm-int8"]
+    return asked or [*usual, UNQUANTIZED]
 
 
 def start(
@@ -78,11 +80,14 @@ def start_shape(
     described: str | None = None,
     zeros: bool = False,
 ) -> tuple[Engine, Started]:
-    """The same with random weights; every linear is in one format, or as it is."""
+    """The same with random weights; every linear, or every expert, is in one format, or as it is."""
     stages, raw = Stages(), SHAPES[shape]
     config = read_model_config(raw)
     dtype = options.torch_dtype("bfloat16")
-    weights = RandomWeights(config, fmt, dtype, options.torch_device, options.head_bits, zeros=zeros)
+    alone = shape in QUANTIZED_EXPERTS
+    weights = RandomWeights(
+        config, fmt, dtype, options.torch_device, options.head_bits, zeros=zeros, experts_alone=alone
+    )
     draft = _shape_draft(config, dtype, options)
     engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages, draft=draft)
     name = described or (fmt.describe() if fmt else str(dtype)[6:])

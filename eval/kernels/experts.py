@@ -23,14 +23,13 @@ from quantkit.eval.engine.shape_formats import shape_format
 from quantkit.eval.engine.shapes import RandomWeights
 from quantkit.eval.shapes import EXPERT_SHAPES
 from quantkit.kernels.card import card_of
-from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.choices import Way, candidates, choose
 from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.experts import routes_of, sum_of_experts
 from quantkit.kernels.linear.grouped.routes import Routes
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.tile import TileConfig
-from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedWeight
+from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight
 from quantkit.kernels.linear.tuning import microseconds
 from quantkit.kernels.reference.compare import relative_error
 from quantkit.runtime.model.config import read_model_config
@@ -69,8 +68,7 @@ class Timed:
         """As `choices.py` says, and all of them together."""
         mlp, way = self._mlp, self.way
         routes = self._routes(way.tile)
-        router = mlp.router.served[0] if isinstance(mlp.router.served[0], HalfWeight) else mlp.router
-        yield "router and routing", self._time(lambda number: routes_of(self._x, router, mlp.rule, way.tile))
+        yield "router and routing", self._time(lambda number: routes_of(self._x, mlp.scorer, mlp.rule, way.tile))
         gate_up, down = mlp.gate_up, mlp.down
         if way.decoded:
             yield "decoding of gate and up", microseconds([lambda: mlp.gate_up.in_half(torch.bfloat16)])
@@ -84,7 +82,14 @@ class Timed:
             "whole layer",
             self._time(
                 lambda number: sum_of_experts(
-                    self._inputs[number], router, mlp.gate_up, mlp.down, mlp.rule, mlp.activation, way=way
+                    self._inputs[number],
+                    mlp.scorer,
+                    mlp.gate_up,
+                    mlp.down,
+                    mlp.rule,
+                    mlp.activation,
+                    clip=mlp.clip,
+                    way=way,
                 )
             ),
         )
@@ -97,7 +102,7 @@ class Timed:
             ("down", mlp.down, self._active, None),
         ):
             ways: dict[str, GroupedWeight] = {"as stored": weight}
-            if not isinstance(weight, GroupedHalf):
+            if isinstance(weight, GroupedPacked):
                 ways["in 16 bits"] = weight.in_half(torch.bfloat16)
             for kind, used in ways.items():
                 lines = sorted(self._candidates(used, x, activation), key=lambda line: line[0])
@@ -108,7 +113,7 @@ class Timed:
         for tile, config in candidates(weight, self._pairs, self._experts):
             routes = self._routes(tile)
             try:
-                found = weight.matmul(x, routes[0], config, activation)
+                found = weight.matmul(x, routes[0], config, activation, self._mlp.clip)
                 wanted = found if wanted is None else wanted
                 if relative_error(found, wanted) < _LARGEST_ERROR:
                     yield self._product(weight, x, routes, config, activation), f"tiles of {tile}, {config}"
@@ -121,7 +126,7 @@ class Timed:
     def _product(
         self, weight: GroupedWeight, x: Tensor, routes: list[Routes], config: TileConfig, activation: str | None
     ) -> float:
-        return self._time(lambda number: weight.matmul(x, routes[number], config, activation))
+        return self._time(lambda number: weight.matmul(x, routes[number], config, activation, self._mlp.clip))
 
     def _time(self, call: Callable[[int], Any]) -> float:
         return microseconds([partial(call, number) for number in range(_CALLS)])
@@ -135,7 +140,7 @@ def describe(way: Way) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="quantkit.eval.kernels.experts")
     parser.add_argument("--shape", choices=EXPERT_SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--format", default="w4", help="w4, nf4, bf16 or another of `quantkit bench kernels`")
+    parser.add_argument("--format", default="w4", help="w4, mxfp4, fp8, bf16 or another of `quantkit bench kernels`")
     parser.add_argument("--tokens", default="1,8,32,256,8192")
     parser.add_argument("--tried", action="store_true", help="every candidate too")
     given = parser.parse_args()

@@ -21,7 +21,7 @@ from quantkit.runtime.device.build import check_attention
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.model.config import read_model_config
-from quantkit.runtime.model.expert_stacks import slow_experts
+from quantkit.runtime.model.expert_stacks import formats_of_layers, slow_experts
 from quantkit.sources import model_folder
 from quantkit.wording import human_bytes
 
@@ -81,9 +81,10 @@ def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
     checkpoint = Checkpoint(model_folder(model))
     known = checkpoint.config.get("model_type") in FAMILIES  # others can still be looked at
     config = read_model_config(checkpoint.config) if known else None
-    slow = [] if config is None else slow_experts(config, checkpoint.formats)
-    plan = plan_card(card, checkpoint.formats.values(), slow_experts=slow)
-    dtype = dtype_on_gpu(checkpoint.dtype)
+    formats, dtype = checkpoint.formats, dtype_on_gpu(checkpoint.dtype)
+    layers = list(formats.values()) if config is None else formats_of_layers(config, formats)
+    slow = [] if config is None else slow_experts(config, formats)
+    plan = plan_card(card, layers, slow_experts=slow)
     if config is not None and config.latent is not None:
         check_attention(config, EngineOptions().page_size, dtype)
     weights = weight_bytes(checkpoint, dtype)

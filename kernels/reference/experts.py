@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from quantkit.formats import Format, QuantizedWeight
+
 Mlp = Callable[[Tensor], Tensor]  # [tokens, hidden] -> the same
 _NO_ZERO = 1e-20  # beside a sum of sigmoids, which may all be 0
 
@@ -62,6 +64,23 @@ def sum_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence
         output = experts[number - first](x[tokens]).float() * weights[tokens, place, None].float()
         total.index_add_(0, tokens, output)
     return total.to(x.dtype)
+
+
+def linear_of_experts(
+    x: Tensor, experts: Tensor, fmt: Format, planes: Sequence[QuantizedWeight], bias: Tensor | None = None
+) -> Tensor:
+    """Every row of x [rows, inputs] times the weight of its own expert, one of `experts` [rows], in x's dtype.
+
+    Formats that round activations too see all rows together, those of other experts included: so LLM.int8 finds columns
+    with outliers. `bias` is [experts, outputs].
+    """
+    y = x.new_zeros(len(x), planes[0].shape[0])
+    for number in experts.unique().tolist():
+        own = experts == number
+        served = fmt.served_inputs(x, planes[number]) if fmt.input_rounding else x
+        weight = planes[number].dequantize(x.dtype)
+        y[own] = torch.nn.functional.linear(served[own], weight, None if bias is None else bias[number])
+    return y
 
 
 def sum_of_every_expert(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp], first: int = 0) -> Tensor:

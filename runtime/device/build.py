@@ -20,7 +20,7 @@ from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.decoder import Decoder
-from quantkit.runtime.model.expert_stacks import slow_experts
+from quantkit.runtime.model.expert_stacks import formats_of_layers, slow_experts
 from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.ops import ops_for
 from quantkit.runtime.model.ranks import Ranks
@@ -102,7 +102,8 @@ def check_kernels(
 
     formats = formats or {}
     slow = slow_experts(config, formats)
-    plan = plan_card(card_of(options.torch_device), formats.values(), options.kv_dtype, slow_experts=slow)
+    layers = formats_of_layers(config, formats)
+    plan = plan_card(card_of(options.torch_device), layers, options.kv_dtype, slow_experts=slow)
     check_attention(config, options.page_size, KV_DTYPES[options.kv_dtype] or dtype)
     return plan
 

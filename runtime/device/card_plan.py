@@ -47,7 +47,7 @@ def plan_card(
 ) -> CardPlan:
     """Refuses what a GPU cannot do, in a line that says what to do instead.
 
-    `formats`: one for each quantized layer; `slow_experts`: why experts run without routed kernels.
+    `formats`: one for each quantized layer but experts of routed kernels; `slow_experts`: why others have none.
     """
     has = f"{card.name} has compute capability {card.capability[0]}.{card.capability[1]}"
     if not card.has_bfloat16:
@@ -66,5 +66,5 @@ def _decoded(why: str, layers: int) -> str:
 def _every_expert(why: str) -> str:
     return (
         f"experts have no routed kernel, since {why}: every step computes all of them for every token, which is slow; "
-        "INT4, NF4 and 16 bits without biases have one"
+        "experts of one layer in one format have one"
     )

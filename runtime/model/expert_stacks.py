@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from quantkit.formats import Format
-from quantkit.kernels.linear.grouped.weight import GroupedWeight, PackedStack, lay_out_half, why_not
+from quantkit.kernels.linear.grouped.stacks import stack_of
+from quantkit.kernels.linear.grouped.weight import GroupedWeight, lay_out_half, why_not
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.reader import Reader
 
@@ -19,10 +20,6 @@ TRIED_ROWS = 128
 
 def why_not_stacked(config: ModelConfig, layer: int, formats: Mapping[str, Format]) -> str | None:
     """Why experts of a layer cannot be two weights for routed kernels; None where they can. `formats` by module."""
-    if config.clip is not None:
-        return "their activation is clipped"
-    if config.family.mlp_bias == "always":
-        return "they have biases"
     for stage in config.stages[layer]:
         if stage.routed:
             found = (formats.get(module) for module in config.family.modules(layer, stage))
@@ -37,16 +34,34 @@ def slow_experts(config: ModelConfig, formats: Mapping[str, Format]) -> list[str
     return sorted({reason for layer in routed if (reason := why_not_stacked(config, layer, formats))})
 
 
-def read_stack(reader: Reader, modules: Sequence[str], outputs: int, inputs: int) -> GroupedWeight:
+def formats_of_layers(config: ModelConfig, formats: Mapping[str, Format]) -> list[Format]:
+    """Of the quantized linears that run by themselves: all but those of experts that are stacked."""
+    stacked = {
+        module
+        for layer, stages in enumerate(config.stages)
+        if why_not_stacked(config, layer, formats) is None
+        for stage in stages
+        if stage.routed
+        for module in config.family.modules(layer, stage)
+    }
+    return [fmt for module, fmt in formats.items() if module not in stacked]
+
+
+def read_stack(
+    reader: Reader, modules: Sequence[str], outputs: int, inputs: int, *, biased: bool = False
+) -> GroupedWeight:
     """Linears of one shape, in the order of planes."""
+    bias = None
+    if biased:
+        bias = torch.stack([reader.tensor(f"{name}.bias", (outputs,)) for name in modules])
     if modules[0] not in reader.checkpoint.formats:
         values = torch.empty(len(modules), outputs, inputs, dtype=reader.dtype, device=reader.device)
         for plane, name in zip(values, modules, strict=True):
             reader.fill(plane, f"{name}.weight", (outputs, inputs))
-        return lay_out_half(values)
-    stack = PackedStack(len(modules))
+        return lay_out_half(values, bias)
+    stack = stack_of(reader.checkpoint.formats[modules[0]], len(modules))
     quick = replace(reader, tried_rows=TRIED_ROWS)
     for number, name in enumerate(modules):
         with reader.checkpoint.naming(name):
-            stack.put(number, (quick if number else reader).packed(name, outputs, inputs))
-    return stack.finish()
+            stack.put(number, (quick if number else reader).plane(name, outputs, inputs))
+    return stack.finish(bias)

@@ -10,6 +10,7 @@ a term of the sum that the decoder makes over all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.routes import Rule
-from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
 from quantkit.kernels.reference.experts import (
     add_shared_expert,
     choose_experts,
@@ -82,6 +83,7 @@ class GroupedMlp:
     activation: str
     shared: SharedExpert | None
     correction: Tensor | None = None  # float32 [experts], where the routing has one
+    clip: Clip | None = None
     float32: bool = False  # logits are computed in it
     first: int = 0  # the number of the first of these experts
 
@@ -109,20 +111,26 @@ class GroupedMlp:
         if self.shared is not None:
             shared = run(self.shared.mlp, x)
             gate = None if self.shared.gate is None else self.shared.gate(x)
-        weight, plain = self.router.served[0], self.router.bias is None and not self.float32
         return sum_of_experts(
             x,
-            weight if plain and isinstance(weight, HalfWeight) else self._logits,
+            self.scorer,
             self.gate_up,
             self.down,
             self.rule,
             self.activation,
+            clip=self.clip,
             correction=self.correction,
             shared=shared,
             gate=gate,
             first=self.first,
             experts=self.router.outputs,
         )
+
+    @property
+    def scorer(self) -> HalfWeight | Callable[[Tensor], Tensor]:
+        """The router as kernels take it: its weight where that is all, else what computes logits."""
+        weight, plain = self.router.served[0], self.router.bias is None and not self.float32
+        return weight if plain and isinstance(weight, HalfWeight) else self._logits
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.router(x.float() if self.float32 else x)

@@ -157,7 +157,15 @@ class _BlockReader:
             gate_up, down = map(self._stack, ROUTED)
             rule = rule_of(experts.per_token, routing)
             return GroupedMlp(
-                self._router(experts), gate_up, down, rule, config.activation, *beside, routing.float32, first
+                self._router(experts),
+                gate_up,
+                down,
+                rule,
+                config.activation,
+                *beside,
+                clip=config.clip,
+                float32=routing.float32,
+                first=first,
             )
         mlps = tuple(self._dense_mlps())
         return ExpertMlp(self._router(experts), mlps, experts.per_token, routing, *beside, first)
@@ -174,7 +182,8 @@ class _BlockReader:
         assert stage.experts is not None
         own, each = self._own_experts(stage.experts), len(stage.names)
         modules = config.family.modules(self.layer, stage)[own.start * each : own.stop * each]
-        return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage))
+        biased = self._biased.issuperset(stage.linears)
+        return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage), biased=biased)
 
     def _dense_mlps(self) -> Iterator[DenseMlp]:
         """Of every expert of this rank; without experts, the only one."""

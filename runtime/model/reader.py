@@ -16,9 +16,13 @@ from torch import Tensor
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import QuantkitError, StorageError
 from quantkit.formats import Format, Index, QuantizedWeight, Shape
+from quantkit.kernels.card import card_of
+from quantkit.kernels.linear.decoded import DecodedWeight, why_card_decodes
+from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.fuse import join
+from quantkit.kernels.linear.grouped.stacks import lay_out
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare
-from quantkit.kernels.linear.weight_only.weight import PackedWeight, lay_out
+from quantkit.kernels.linear.weight_only.weight import PackedWeight
 from quantkit.kernels.reference import linear as reference
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Linear
@@ -137,12 +141,14 @@ class Reader:
             try_layer(name, fmt, quantized, weight, self.dtype, self.device, self.tried_rows)
         return weight
 
-    def packed(self, name: str, outputs: int, inputs: int) -> PackedWeight:
-        """A whole quantized layer as weight-only kernels take it."""
-        quantized = self.checkpoint.quantized(name, self.device)
+    def plane(self, name: str, outputs: int, inputs: int) -> PackedWeight | EightBitWeight:
+        """A whole quantized layer as stacks of experts take it, tried alone."""
+        fmt, quantized = self.checkpoint.formats[name], self.checkpoint.quantized(name, self.device)
         self._check_shape(name, quantized.shape, (outputs, inputs))
-        weight = lay_out(quantized)
-        try_layer(name, self.checkpoint.formats[name], quantized, weight, self.dtype, self.device, self.tried_rows)
+        weight = lay_out(fmt, quantized)
+        why_not = why_card_decodes(fmt, card_of(self.device)) if self.device.type == "cuda" else None
+        tried = weight if why_not is None else DecodedWeight(fmt, quantized, why_not)
+        try_layer(name, fmt, quantized, tried, self.dtype, self.device, self.tried_rows)
         return weight
 
     def decoded(self, name: str, outputs: int, inputs: int) -> Tensor:

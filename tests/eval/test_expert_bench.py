@@ -40,6 +40,13 @@ def test_launches_and_candidates(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("does not run here") == 2
 
 
-def test_formats_without_a_kernel() -> None:
-    with pytest.raises(InputError, match="experts in 'llm-int8' have no routed kernel"):
+def test_eight_bits_are_not_decoded() -> None:
+    timed = Timed(layer_of("tiny-experts", "fp8", CPU), 1)
+    assert [what for what, _ in timed.launches()] == ["router and routing", "gate and up", "down", "sum", "whole layer"]
+    assert [what for what, *_ in timed.tried()] == ["gate and up, as stored", "down, as stored"]
+
+
+def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "has_routed_kernels", lambda device: False)
+    with pytest.raises(InputError, match="experts in 'llm-int8' have no routed kernel on cpu"):
         layer_of("tiny-experts", "llm-int8", CPU)

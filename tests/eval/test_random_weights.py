@@ -8,6 +8,7 @@ from quantkit.eval.engine import shapes
 from quantkit.eval.engine.shapes import SHAPES, RandomWeights
 from quantkit.eval.engine.start import start_shape
 from quantkit.eval.kernels.cases import FORMATS
+from quantkit.formats import CtMxfp4
 from quantkit.kernels.linear.op import linear
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.model.config import read_model_config
@@ -35,19 +36,37 @@ def test_quantized_zeros_mean_zeros() -> None:
         assert not linear(x, weight).any()
 
 
-@pytest.mark.parametrize("name", [None, "w4", "nf4", "llm-int8"])
+@pytest.mark.parametrize("name", [None, "w4", "nf4", "llm-int8", "fp8-block"])
 def test_experts(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other on a CPU; as a GPU has them, stacked where a routed kernel takes the format."""
+    """One after the other on a CPU; as a GPU has them, stacked."""
     for block in _weights(name, False, "tiny-experts").blocks:
         assert isinstance(block.mlp, ExpertMlp)
         assert len(block.mlp.experts) == 4
     monkeypatch.setattr(shapes, "has_routed_kernels", lambda device: True)
     for block in _weights(name, False, "tiny-experts").blocks:
-        assert isinstance(block.mlp, ExpertMlp if name == "llm-int8" else GroupedMlp)
-        if isinstance(block.mlp, GroupedMlp):
-            assert (block.mlp.gate_up.count, block.mlp.gate_up.outputs, block.mlp.gate_up.inputs) == (8, 128, 256)
-            assert (block.mlp.down.count, block.mlp.down.outputs, block.mlp.down.inputs) == (4, 256, 128)
-            assert block.mlp.share_of_token == 0.5
+        assert isinstance(block.mlp, GroupedMlp)
+        assert (block.mlp.gate_up.count, block.mlp.gate_up.outputs, block.mlp.gate_up.inputs) == (8, 128, 256)
+        assert (block.mlp.down.count, block.mlp.down.outputs, block.mlp.down.inputs) == (4, 256, 128)
+        assert block.mlp.share_of_token == 0.5
+
+
+def test_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gpt-oss is published: 16 bits but for experts, biases and sinks; inputs that 128 does not divide."""
+    small = {"hidden_size": 160, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4}
+    config, device = read_model_config(SHAPES["gpt-oss-20b"] | small), torch.device("cpu")
+    monkeypatch.setattr(shapes, "has_routed_kernels", lambda device: True)
+    random = RandomWeights(config, CtMxfp4(), torch.bfloat16, device, experts_alone=True)
+    made = random.load()
+    for block in made.blocks:
+        assert isinstance(block.qkv.weights[0], Tensor)
+        assert None not in (block.qkv.bias, block.output.bias, block.sinks)
+        assert isinstance(block.mlp, GroupedMlp)
+        assert block.mlp.clip == (7.0, 1.702)
+        assert block.mlp.gate_up.kind == "e2m1-g32"
+        assert block.mlp.gate_up.bias is not None
+        assert block.mlp.gate_up.bias.shape == (8, 96)
+    assert random.nbytes() < resident_bytes(made)
 
 
 @pytest.mark.parametrize("name", [None, "w4"])

@@ -124,8 +124,8 @@ def _eight_bit(
             if DENSE > 0:
                 wanted = (split == 0) & (count > 0)
                 result = _add_dense(result, wanted, dense_inputs, dense_weights, row, token, here, DENSE, INTERPRET)
-            result = _add_gathered(result, x, outliers, count, weight_rows, token, here, x_stride, split, splits, DENSE,
-                                   DTYPE, INTERPRET)  # fmt: skip
+            result = add_gathered(result, x, outliers, count, weight_rows, token, here, x_stride, split, splits, DENSE,
+                                  DTYPE, INTERPRET)  # fmt: skip
         result *= tl.load(weight_scales + row)[:, None]
     result, last = add_in_order(result, partial, tickets, split, splits, OUTPUTS, TOKENS)
     if last:
@@ -144,7 +144,7 @@ def _add_dense(total, wanted, inputs, weights, row, token, here, DENSE: tl.const
 
 
 @triton.jit
-def _add_gathered(
+def add_gathered(
     total,
     x,
     outliers,

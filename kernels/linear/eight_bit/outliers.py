@@ -160,6 +160,17 @@ def _ordinary(row, flags, column, inputs, columns):
     return without_outliers(value, tl.load(flags + column, mask=column < columns, other=0))
 
 
+@triton.jit
+def _copy_listed(rows, places, outliers, DTYPE: tl.constexpr, DENSE: tl.constexpr):
+    """The first listed columns of `rows` [n, 1], side by side; nothing where none are listed."""
+    count = tl.load(outliers)
+    if count > 0:
+        index = tl.arange(0, DENSE)[None, :]
+        listed = tl.load(outliers + 1 + index, mask=index < count, other=0)
+        value = tl.load(rows + listed, mask=index < count, other=0)
+        tl.store(places + index, value.to(tl.float32).to(DTYPE))
+
+
 @triton.jit(do_not_specialize=("gathers",))
 def _split(
     x,
@@ -180,17 +191,14 @@ def _split(
     ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The first `gathers` programs copy the columns of weights, ROWS each; the others take one token each."""
+    """The first `gathers` programs copy the columns of weights, ROWS each; the others take one token each. Where DENSE
+    is 0, nothing is copied."""
     wait_for_last(CHAINED)
     program = tl.program_id(0)
-    count = tl.load(outliers)
-    index = tl.arange(0, DENSE)
-    listed = tl.load(outliers + 1 + index, mask=index < count, other=0)
     if program < gathers:
-        if count > 0:
+        if DENSE > 0:
             row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            weight = tl.load(weights + row * columns + listed[None, :], mask=(index < count)[None, :], other=0)
-            tl.store(dense_weights + row * DENSE + index[None, :], weight.to(tl.float32).to(DTYPE))
+            _copy_listed(weights + row * columns, dense_weights + row * DENSE, outliers, DTYPE, DENSE)
     else:
         token = (program - gathers).to(tl.int64)
         column = tl.arange(0, WIDTH)
@@ -204,9 +212,9 @@ def _split(
             rest = _ordinary(x + token * x_stride, flags, start + column, inputs, columns)
             store_bytes(rest, largest, codes + token * columns + start + column, start + column < columns)
         tl.store(scales + token, tl.div_rn(largest, 127.0))
-        if count > 0:
-            kept = tl.load(x + token * x_stride + listed, mask=index < count, other=0.0)
-            tl.store(dense_inputs + token * DENSE + index, kept)
+        if DENSE > 0:
+            own = token + tl.zeros((1, 1), tl.int64)
+            _copy_listed(x + own * x_stride, dense_inputs + own * DENSE, outliers, DTYPE, DENSE)
 
 
 def find_few(x: Tensor, weight: EightBitWeight) -> Tensor:
@@ -217,14 +225,17 @@ def find_few(x: Tensor, weight: EightBitWeight) -> Tensor:
     return flags
 
 
-def split_columns(x: Tensor, weight: EightBitWeight, codes: Tensor, scales: Tensor) -> tuple[Tensor, DenseOutliers]:
-    """The list of outliers and their dense columns; the other columns are written to `codes` and `scales`."""
+def split_columns(
+    x: Tensor, weight: EightBitWeight, codes: Tensor, scales: Tensor, *, copied: bool
+) -> tuple[Tensor, DenseOutliers | None]:
+    """The list of outliers and, where they are to be `copied`, their dense columns; the other columns are written to
+    `codes` and `scales`."""
     tokens, columns = x.shape[0], weight.columns
     flags = torch.empty(columns, dtype=torch.uint8, device=x.device)
     outliers = torch.empty(1 + columns, dtype=torch.int32, device=x.device)
     _launch_find(x, weight, flags, outliers)
-    dense = DenseOutliers(x.new_empty(tokens, DENSE), x.new_empty(weight.rows, DENSE))
-    gathers = weight.rows // _GATHERED_ROWS
+    dense = DenseOutliers(x.new_empty(tokens, DENSE), x.new_empty(weight.rows, DENSE)) if copied else None
+    gathers = weight.rows // _GATHERED_ROWS if copied else 0
     width = min(triton.next_power_of_2(columns), _MOST_HELD)
     _split[(gathers + tokens,)](
         x,
@@ -233,15 +244,15 @@ def split_columns(x: Tensor, weight: EightBitWeight, codes: Tensor, scales: Tens
         outliers,
         codes,
         scales,
-        dense.inputs,
-        dense.weights,
+        dense.inputs if dense else None,
+        dense.weights if dense else None,
         gathers,
         x.shape[1],
         columns,
         x.stride(0),
         DTYPE=TRITON[x.dtype],
         WIDTH=width,
-        DENSE=DENSE,
+        DENSE=DENSE if copied else 0,
         ROWS=_GATHERED_ROWS,
         num_warps=warps_of_row(width, tokens),
         **chained(x.device),

@@ -48,7 +48,7 @@ class QuantizedRows:
     codes: Tensor
     scales: Tensor
     outliers: Tensor | None
-    dense: DenseOutliers | None  # only of more than FEW_TOKENS tokens
+    dense: DenseOutliers | None  # only of more than FEW_TOKENS tokens, and only where asked for
 
 
 @triton.jit
@@ -83,6 +83,7 @@ def _quantize_rows(
     ACTIVATIONS: tl.constexpr,
     FLOAT8: tl.constexpr,
     FIND: tl.constexpr,
+    EMULATED: tl.constexpr,
     INTERPRET: tl.constexpr,
     PIECE: tl.constexpr,
     SLICE: tl.constexpr,
@@ -126,7 +127,7 @@ def _quantize_rows(
         largest = tl.max(tl.abs(value), axis=1)
         scale = tl.div_rn(tl.where(largest == 0, 448.0, largest), 448.0)
         code = tl.reshape(tl.div_rn(value, tl.broadcast_to(scale[:, None], (blocks, 128))), (SLICE,))
-        _store_float8(stored, code, column < columns, INTERPRET)
+        _store_float8(stored, code, column < columns, EMULATED, INTERPRET)
         block = first // 128 + tl.arange(0, blocks)
         tl.store(scales + block * tokens + token, scale, mask=block < columns // 128)
     else:
@@ -145,7 +146,7 @@ def _quantize_rows(
                 scale = tl.div_rn(tl.where(largest == 0, 1.0, largest), 127.5)
         code = tl.div_rn(value.to(tl.float32), scale)
         if FLOAT8:
-            _store_float8(stored, code, column < columns, INTERPRET)
+            _store_float8(stored, code, column < columns, EMULATED, INTERPRET)
         else:
             code = tl.minimum(tl.maximum(code, -128.0), 127.0)
             tl.store(stored, ((code + ROUND) - ROUND).to(tl.int8), mask=column < columns)
@@ -153,29 +154,49 @@ def _quantize_rows(
 
 
 @triton.jit
-def _store_float8(place, value, mask, INTERPRET: tl.constexpr):
+def _store_float8(place, value, mask, EMULATED: tl.constexpr, INTERPRET: tl.constexpr):
+    if EMULATED:
+        tl.store(place, rounded_to_float8(value), mask=mask)
+    else:
+        tl.store(place, to_float8(value, INTERPRET), mask=mask)
+
+
+@triton.jit
+def to_float8(value, INTERPRET: tl.constexpr):
+    if INTERPRET:  # which on its own cuts off
+        return rounded_to_float8(value).to(tl.float8e4nv)
+    else:
+        return tl.minimum(tl.maximum(value, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def rounded_to_float8(value):
+    """The nearest number that float8 has, in float32: of 4 significant bits, or a multiple of 2**-9."""
     value = tl.minimum(tl.maximum(value, -448.0), 448.0)
-    if INTERPRET:  # which cuts off instead of rounding to 4 significant bits, or to multiples of 2**-9
-        bits = value.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        tiny = (value * 512.0 + ROUND - ROUND) / 512.0
-        value = tl.where(tl.abs(value) < 0.015625, tiny, normal)
-    tl.store(place, value.to(tl.float8e4nv), mask=mask)
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    tiny = (value * 512.0 + ROUND - ROUND) / 512.0
+    return tl.where(tl.abs(value) < 0.015625, tiny, normal)
 
 
-def quantize_rows(x: Tensor, weight: EightBitWeight) -> QuantizedRows:
-    """x as `weight.activations` says. The arguments are those that the matmul has checked."""
+def quantize_rows(
+    x: Tensor, weight: EightBitWeight, *, emulated: bool = False, outliers_copied: bool = True
+) -> QuantizedRows:
+    """x as `weight.activations` says. The arguments are those that the matmul has checked.
+
+    `emulated`: numbers of float8 come in the dtype of x, for cards that have no float8.
+    """
     tokens, inputs = x.shape
     if inputs > MOST_INPUTS:
         raise InputError(f"8-bit matmul: {inputs} inputs, but at most {MOST_INPUTS} fit one program")
     columns = weight.columns
     blocks = columns // 128 if weight.activations == "block" else 1
-    codes = torch.empty(tokens, columns, dtype=weight.values.dtype, device=x.device)
+    codes = torch.empty(tokens, columns, dtype=x.dtype if emulated else weight.values.dtype, device=x.device)
     scales = torch.empty(blocks, tokens, dtype=torch.float32, device=x.device).mT
     flags = outliers = None
     if weight.activations == "outliers":
         if tokens > FEW_TOKENS:
-            return QuantizedRows(codes, scales, *split_columns(x, weight, codes, scales))
+            return QuantizedRows(codes, scales, *split_columns(x, weight, codes, scales, copied=outliers_copied))
         outliers = torch.empty(1 + columns, dtype=torch.int32, device=x.device)
         flags = find_few(x, weight) if tokens > _ONE_LAUNCH else None
     piece = min(triton.next_power_of_2(columns), _MOST_HELD)
@@ -198,6 +219,7 @@ def quantize_rows(x: Tensor, weight: EightBitWeight) -> QuantizedRows:
         ACTIVATIONS=weight.activations,
         FLOAT8=weight.code_type == "fp8",
         FIND=tokens <= _ONE_LAUNCH,
+        EMULATED=emulated,
         INTERPRET=triton.knobs.runtime.interpret,
         PIECE=piece,
         SLICE=part,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from quantkit.kernels.card import NO_GPU, Card
 from quantkit.kernels.linear.grouped.routes import most_tiles
 from quantkit.kernels.linear.grouped.tile import TileConfig
-from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedWeight
+from quantkit.kernels.linear.grouped.weight import GroupedEightBit, GroupedHalf, GroupedPacked, GroupedWeight
 from quantkit.kernels.linear.weight import TICKETS, padded
 
 _ENOUGH = 3  # programs for each multiprocessor, from which inputs are not split
@@ -20,6 +20,7 @@ _SPLITS = (1, 2, 4, 8)
 _FEWEST_STEPS = 2  # of a split
 _LEAST_OF_3_BITS = 5  # load: tiles of 16 pairs, as dense layers have it (`weight_only/choices.py`)
 _LARGEST_IN_REGISTERS = 22  # load: larger tiles of codes spill where a warp holds its operands itself
+_LARGEST_EMULATED = 10  # load: larger tiles of FP8 spill where a card decodes it in registers
 _PAIRS_ROOM = 160 << 10  # bytes of shared memory of a multiprocessor, for tables of pairs
 
 
@@ -47,11 +48,22 @@ _HALF = {
     22: Way(32, TileConfig(64, 4, 3), TileConfig(64, 4, 4)),
     64: Way(64, TileConfig(64, 8, 3, depth=64), TileConfig(128, 8, 3, depth=64)),
 }
+# For weights of 8 bits. Tiles of 64 pairs and more have warps enough for two sums and a product of FP8 beside them.
+_EIGHT_BIT = {
+    4: Way(8, TileConfig(32, 2, 3), TileConfig(64, 2, 3)),
+    10: Way(16, TileConfig(64, 4, 3), TileConfig(64, 4, 4)),
+    22: Way(32, TileConfig(64, 4, 3), TileConfig(64, 4, 4)),
+    64: Way(64, TileConfig(64, 8, 3), TileConfig(64, 4, 3)),
+}
 _PROMPTS = Way(128, TileConfig(64, 8, 3, depth=64, streamed=False), TileConfig(128, 8, 3, depth=64, streamed=False))
 # Where a warp holds its operands itself, and for little shared memory.
 _SMALL_PROMPTS = Way(64, TileConfig(64, 8, 2, depth=64, streamed=False), TileConfig(64, 4, 3, depth=64, streamed=False))
 
-# What is worth a measurement: pairs of a tile -> (outputs, warps, stages) of both products
+_EIGHT_BIT_PROMPTS = Way(128, TileConfig(64, 8, 3, streamed=False), TileConfig(128, 8, 3, streamed=False))
+_SMALL_EIGHT_BIT_PROMPTS = Way(64, TileConfig(64, 8, 2, streamed=False), TileConfig(64, 8, 2, streamed=False))
+_EMULATED = Way(32, TileConfig(32, 4, 2, streamed=False), TileConfig(32, 4, 2, streamed=False))
+
+# What is worth a measurement: pairs of a tile -> (outputs, warps, stages) of both products, for codes and for 8 bits
 _PACKED_TRIED = {
     8: ((32, 2, 3), (32, 2, 4), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 3), (128, 8, 3)),
     16: ((32, 2, 3), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3)),
@@ -74,11 +86,15 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card, 
     load = pairs / (experts or down.count)
     if gate_up.kind.startswith("int3"):
         load = max(load, _LEAST_OF_3_BITS)
-    packed = not isinstance(gate_up, GroupedHalf)
-    table = _PACKED if packed else _HALF
+    packed, eight_bit = isinstance(gate_up, GroupedPacked), isinstance(gate_up, GroupedEightBit)
+    if load > _LARGEST_EMULATED and gate_up.kind.startswith("fp8") and card is not NO_GPU and not card.has_float8:
+        return _EMULATED
+    table = _PACKED if packed else _EIGHT_BIT if eight_bit else _HALF
     most = next((most for most in table if load <= most), None)
     if most is None:
         large = card is NO_GPU or card.multiplies_from_shared
+        if eight_bit:
+            return _EIGHT_BIT_PROMPTS if large else _SMALL_EIGHT_BIT_PROMPTS
         return replace(_PROMPTS if large else _SMALL_PROMPTS, decoded=packed)
     if packed and card is not NO_GPU and not card.multiplies_from_shared:
         most = min(most, _LARGEST_IN_REGISTERS)
@@ -122,4 +138,4 @@ def candidates(weight: GroupedWeight, pairs: int, experts: int) -> Iterator[tupl
 
 
 def has_table(weight: GroupedWeight) -> bool:
-    return weight.kind.startswith(("nf4", "fp4"))
+    return isinstance(weight, GroupedPacked) and weight.first.table is not None

@@ -103,4 +103,4 @@ def decode(weight: GroupedPacked, dtype: torch.dtype) -> GroupedHalf:
         num_warps=4,
         **chained(weight.device),
     )
-    return GroupedHalf(values, first.tickets)
+    return GroupedHalf(values, weight.tickets, weight.bias)

@@ -19,7 +19,7 @@ from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.router import MOST_TOKENS, route_tokens
 from quantkit.kernels.linear.grouped.routes import Routes, Rule
 from quantkit.kernels.linear.grouped.routing import route
-from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
 from quantkit.kernels.linear.op import linear
 
 Router = HalfWeight | Callable[[Tensor], Tensor]
@@ -43,6 +43,7 @@ def sum_of_experts(
     rule: Rule,
     activation: str,
     *,
+    clip: Clip | None = None,
     correction: Tensor | None = None,
     shared: Tensor | None = None,
     gate: Tensor | None = None,
@@ -59,7 +60,7 @@ def sum_of_experts(
         way = choose(gate_up, down, x.shape[0] * rule.per_token, card_of(x.device), experts)
     routes = routes_of(x, router, rule, way.tile, correction, range(first, first + down.count))
     weight = gate_up.in_half(x.dtype) if way.decoded else gate_up
-    active = weight.matmul(x, routes, way.gate_up, activation)
+    active = weight.matmul(x, routes, way.gate_up, activation, clip)
     del weight  # its memory serves down
     weight = down.in_half(x.dtype) if way.decoded else down
     return combine(weight.matmul(active, routes, way.down), routes.weights, shared, gate)

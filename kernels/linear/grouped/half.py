@@ -1,7 +1,8 @@
 """Routed matmul of weights in 16 bits: those of a model that is not quantized, or planes that were decoded for prompts.
 
 Layout   x as `tile.py` says, in the dtype of the weight; weight as in `weight.py`; routes as in `routes.py`
-Meaning  x @ plane.T of each expert, accumulated in float32; with an activation `reference.elementwise.gated_activation`
+Meaning  x @ plane.T + bias of each expert, accumulated in float32; with an activation
+         `reference.elementwise.gated_activation`
 Limits   any number of pairs
 """
 
@@ -11,15 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.chain import wait_for_last
 from quantkit.kernels.checks import check_dtype
 from quantkit.kernels.linear.grouped.routes import Routes
-from quantkit.kernels.linear.grouped.tile import NAME, TileConfig, dot, finish_tile, prepare_launch, rows_of_tile
-from quantkit.kernels.linear.grouped.weight import GroupedHalf
+from quantkit.kernels.linear.grouped.tile import (
+    CHANGING,
+    NAME,
+    TileConfig,
+    dot,
+    finish_tile,
+    prepare_launch,
+    rows_of_tile,
+)
+from quantkit.kernels.linear.grouped.weight import Clip, GroupedHalf
 from quantkit.kernels.linear.weight import padded
-from quantkit.kernels.linear.weight_only.assembly import TRITON
-
-CHANGING = ("most", "steps", "per_split", "splits")  # from call to call: not worth a compilation each
 
 
 @triton.jit
@@ -37,6 +43,7 @@ def _load_weight(rows, column, inputs, WHOLE_STEPS: tl.constexpr, STREAMED: tl.c
 def _grouped_half(
     x,
     weights,
+    bias,
     order,
     tiles,
     y,
@@ -50,11 +57,15 @@ def _grouped_half(
     splits,
     x_stride,
     y_stride,
+    limit,
+    factor,
     WHOLE_STEPS: tl.constexpr,
     WHOLE_TILES: tl.constexpr,
     STREAMED: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -90,46 +101,31 @@ def _grouped_half(
         if GATED:
             weight = _load_weight(up_rows, column, inputs, WHOLE_STEPS, STREAMED)
             up = dot(weight, value, up, INTERPRET)
-    finish_tile(acc, up, partial, tickets, y, row, target, here, outputs, split, splits, y_stride, GATED, GELU, DTYPE,
-                INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
+    finish_tile(acc, up, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits, y_stride, limit,
+                factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
 
 
-def matmul(x: Tensor, weight: GroupedHalf, routes: Routes, config: TileConfig, activation: str | None = None) -> Tensor:
+def matmul(
+    x: Tensor,
+    weight: GroupedHalf,
+    routes: Routes,
+    config: TileConfig,
+    activation: str | None = None,
+    clip: Clip | None = None,
+) -> Tensor:
     """As `GroupedWeight.matmul`, in x's dtype, which must be the weight's."""
     check_dtype(NAME, "x", x, (weight.values.dtype,))
     steps, rows = triton.cdiv(weight.inputs, config.depth), padded(weight.outputs, config.outputs)
-    launch = prepare_launch(x, weight, routes, config, activation, rows, steps)
-    if routes.pairs == 0:
-        return launch.y
-    _grouped_half[launch.grid](
-        x,
-        weight.values,
-        routes.order,
-        routes.tiles,
-        launch.y,
-        launch.partial,
-        weight.tickets,
-        weight.outputs,
-        weight.inputs,
-        routes.most,
-        steps,
-        launch.per_split,
-        launch.grid[2],
-        x.stride(0),
-        launch.y.stride(0),
-        WHOLE_STEPS=weight.inputs % config.depth == 0,
-        WHOLE_TILES=rows == weight.outputs,
-        STREAMED=config.streamed,
-        GATED=activation is not None,
-        GELU=activation == "gelu_pytorch_tanh",
-        PER_TOKEN=routes.per_token,
-        DTYPE=TRITON[x.dtype],
-        INTERPRET=triton.knobs.runtime.interpret,
-        OUTPUTS=config.outputs,
-        TOKENS=routes.tile,
-        DEPTH=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **chained(x.device),
-    )
+    launch = prepare_launch(x, weight, routes, config, activation, clip, rows, steps)
+    if routes.pairs > 0:
+        _grouped_half[launch.grid](
+            x,
+            weight.values,
+            *launch.arguments,
+            WHOLE_STEPS=weight.inputs % config.depth == 0,
+            WHOLE_TILES=rows == weight.outputs,
+            STREAMED=config.streamed,
+            DEPTH=config.depth,
+            **launch.constants,
+        )
     return launch.y

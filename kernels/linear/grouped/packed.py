@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.card import card_of
-from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.chain import wait_for_last
 from quantkit.kernels.linear.grouped.routes import Routes
-from quantkit.kernels.linear.grouped.tile import TileConfig, dot, finish_tile, prepare_launch, rows_of_tile
-from quantkit.kernels.linear.grouped.weight import GroupedPacked
-from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly, pair_table
+from quantkit.kernels.linear.grouped.tile import CHANGING, TileConfig, dot, finish_tile, prepare_launch, rows_of_tile
+from quantkit.kernels.linear.grouped.weight import Clip, GroupedPacked
+from quantkit.kernels.linear.weight import CHUNK
+from quantkit.kernels.linear.weight_only.assembly import PTX, assembly, pair_table
 from quantkit.kernels.linear.weight_only.static_shared import allow_tables
 from quantkit.kernels.linear.weight_only.unpack import (
     decode_slabs,
@@ -28,8 +29,6 @@ from quantkit.kernels.linear.weight_only.unpack import (
     operand,
     place_pairs,
 )
-
-CHANGING = ("most", "chunks", "per_split", "splits")  # from call to call: not worth a compilation each
 
 
 @triton.jit
@@ -119,6 +118,12 @@ def _grouped_packed(
     nested_offsets,
     table,
     orders,
+    rows,
+    words_of_plane,
+    stored_of_plane,
+    zeros_of_plane,
+    second_of_plane,
+    bias,
     order,
     tiles,
     y,
@@ -126,17 +131,14 @@ def _grouped_packed(
     tickets,
     outputs,
     inputs,
-    rows,
     most,
-    chunks,
+    steps,
     per_split,
     splits,
     x_stride,
     y_stride,
-    words_of_plane,
-    stored_of_plane,
-    zeros_of_plane,
-    second_of_plane,
+    limit,
+    factor,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     ONE_GROUP: tl.constexpr,
@@ -147,6 +149,8 @@ def _grouped_packed(
     WHOLE_CHUNKS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     ASM: tl.constexpr,
     CONSTRAINTS: tl.constexpr,
@@ -175,7 +179,7 @@ def _grouped_packed(
     acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     up = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     first = split * per_split
-    for chunk in range(first, tl.minimum(first + per_split, chunks)):
+    for chunk in range(first, tl.minimum(first + per_split, steps)):
         slabs = decode_plane(words, high, zeros, table, plane, chunk, row, rows, words_of_plane, zeros_of_plane, KIND,
                              GROUP, ONE_GROUP, MIDDLE, HAS_ZEROS, ASM, CONSTRAINTS, DTYPE, INTERPRET)  # fmt: skip
         if not ONE_GROUP:
@@ -215,60 +219,43 @@ def _grouped_packed(
                                       rows, 1, stored_of_plane, second_of_plane, GROUP, True, NESTED_EVERY,
                                       OUTPUTS)  # fmt: skip
             up *= factors[0][:, None]
-    finish_tile(acc, up, partial, tickets, y, row, target, here, outputs, split, splits, y_stride, GATED, GELU, DTYPE,
-                INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
+    finish_tile(acc, up, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits, y_stride, limit,
+                factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
 
 
 allow_tables("_grouped_packed")
 
 
 def matmul(
-    x: Tensor, weight: GroupedPacked, routes: Routes, config: TileConfig, activation: str | None = None
+    x: Tensor,
+    weight: GroupedPacked,
+    routes: Routes,
+    config: TileConfig,
+    activation: str | None = None,
+    clip: Clip | None = None,
 ) -> Tensor:
     """As `GroupedWeight.matmul`, in x's dtype."""
     first = weight.first
-    launch = prepare_launch(x, weight, routes, config, activation, first.rows, first.chunks)
+    launch = prepare_launch(x, weight, routes, config, activation, clip, first.rows, first.chunks)
     if routes.pairs == 0:
         return launch.y
     copies = 0 if first.table is None or triton.knobs.runtime.interpret else config.copies
     fused = not card_of(x.device).adds_bfloat16
     text, constraints = assembly(first.code_type, PTX[x.dtype], first.table_values, first.zero_points, copies, fused)
-    pairs = pair_table(PTX[x.dtype], first.table_values, copies, 32 * config.warps) if copies else ""
     _grouped_packed[launch.grid](
         x,
         *first.arguments(),
         first.order,
-        routes.order,
-        routes.tiles,
-        launch.y,
-        launch.partial,
-        first.tickets,
-        weight.outputs,
-        weight.inputs,
         first.rows,
-        routes.most,
-        first.chunks,
-        launch.per_split,
-        launch.grid[2],
-        x.stride(0),
-        launch.y.stride(0),
         *weight.strides(),
+        *launch.arguments,
         **first.constants(),
         MIDDLE=first.middle,
         HAS_ORDER=first.order is not None,
-        WHOLE_CHUNKS=weight.inputs % 128 == 0,
-        GATED=activation is not None,
-        GELU=activation == "gelu_pytorch_tanh",
-        PER_TOKEN=routes.per_token,
+        WHOLE_CHUNKS=weight.inputs % CHUNK == 0,
         ASM=text,
         CONSTRAINTS=constraints,
-        DTYPE=TRITON[x.dtype],
-        INTERPRET=triton.knobs.runtime.interpret,
-        OUTPUTS=config.outputs,
-        TOKENS=routes.tile,
-        PAIRS=pairs,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **chained(x.device),
+        PAIRS=pair_table(PTX[x.dtype], first.table_values, copies, 32 * config.warps) if copies else "",
+        **launch.constants,
     )
     return launch.y

@@ -8,6 +8,7 @@ it rows of x lie in that order, and results are written where the pair's number 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -15,15 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.activation import ACTIVATIONS, activated
+from quantkit.kernels.activation import ACTIVATIONS, activated, clipped
+from quantkit.kernels.chain import chained
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
 from quantkit.kernels.linear.grouped.routes import Routes
-from quantkit.kernels.linear.grouped.weight import GroupedWeight
+from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
 from quantkit.kernels.linear.splits import MOST_TILES, arrives_last, leave_part, sum_of_parts
 from quantkit.kernels.linear.weight import TICKETS
+from quantkit.kernels.linear.weight_only.assembly import TRITON
 from quantkit.kernels.linear.weight_only.unpack import to_half
 
 NAME = "routed matmul"
+CHANGING = ("most", "steps", "per_split", "splits")  # from call to call: not worth a compilation each
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class TileConfig:
     outputs   of a tile; under an activation so many channels of gate and as many of up
     splits    programs that share the inputs of a tile
     depth     inputs of a step, for weights of 16 bits; packed ones have 128
-    copies    of the table of pairs (nf4, fp4), as in `weight_only/skinny.py`
+    copies    of the table of pairs (nf4, fp4, e2m1), as in `weight_only/skinny.py`
     streamed  weights are read once, and need not stay in a cache
     """
 
@@ -48,16 +52,24 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class Launch:
-    """The grid (tiles of pairs, tiles of outputs, splits), the steps of a split, room for parts, and the result."""
+    """The grid (tiles of pairs, tiles of outputs, splits), the result, and what every routed kernel is given: arguments
+    from the bias to `factor` in their order, and what it is compiled for."""
 
     grid: tuple[int, int, int]
-    per_split: int
-    partial: Tensor
     y: Tensor
+    arguments: tuple[object, ...]
+    constants: dict[str, Any]
 
 
 def prepare_launch(
-    x: Tensor, weight: GroupedWeight, routes: Routes, config: TileConfig, activation: str | None, rows: int, steps: int
+    x: Tensor,
+    weight: GroupedWeight,
+    routes: Routes,
+    config: TileConfig,
+    activation: str | None,
+    clip: Clip | None,
+    rows: int,
+    steps: int,
 ) -> Launch:
     """Checks the arguments; `rows` are the padded outputs of a plane, `steps` its inputs in steps."""
     gated = activation is not None
@@ -68,6 +80,9 @@ def prepare_launch(
     check_dtype(NAME, "x", x, HALVES)
     check_rows(NAME, "x", x)
     check_same_device(NAME, x=x, weight=weight.device, order=routes.order)
+    if weight.bias is not None:
+        check_shape(NAME, "bias", weight.bias, (weight.count, weight.outputs))
+        check_dtype(NAME, "bias", weight.bias, (x.dtype,))
     if rows % config.outputs:
         raise InputError(f"{NAME}: tiles of {config.outputs} outputs do not divide {rows} padded outputs")
     if wanted * x.stride(0) >= 1 << 31:
@@ -80,7 +95,23 @@ def prepare_launch(
     room = routes.most * down * splits * config.outputs * routes.tile * (1 + gated) if splits > 1 else 0
     partial = torch.empty(room, dtype=torch.float32, device=x.device)
     y = torch.empty(routes.pairs, weight.outputs, dtype=x.dtype, device=x.device)
-    return Launch((routes.most, down, splits), per_split, partial, y)
+    sizes = (weight.outputs, weight.inputs, routes.most, steps, per_split, splits, x.stride(0), y.stride(0))
+    constants = {
+        "GATED": gated,
+        "GELU": activation == "gelu_pytorch_tanh",
+        "CLIPPED": gated and clip is not None,
+        "HAS_BIAS": weight.bias is not None,
+        "PER_TOKEN": routes.per_token,
+        "DTYPE": TRITON[x.dtype],
+        "INTERPRET": triton.knobs.runtime.interpret,
+        "OUTPUTS": config.outputs,
+        "TOKENS": routes.tile,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **chained(x.device),
+    }
+    arguments = (weight.bias, routes.order, routes.tiles, y, partial, weight.tickets, *sizes, *(clip or (0.0, 0.0)))
+    return Launch((routes.most, down, splits), y, arguments, constants)
 
 
 @triton.jit
@@ -108,9 +139,11 @@ def rows_of_tile(order, tiles, most, PER_TOKEN: tl.constexpr, GATED: tl.constexp
 def finish_tile(
     acc,
     up,
+    bias,
     partial,
     tickets,
     y,
+    plane,
     row,
     target,
     here,
@@ -118,14 +151,18 @@ def finish_tile(
     split,
     splits,
     y_stride,
+    limit,
+    factor,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Adds what the splits have, in their order; the last one rounds, activates and writes."""
+    """Adds what the splits have, in their order; the last one adds biases, rounds, activates and writes."""
     last = True
     if splits > 1:
         SIZE: tl.constexpr = OUTPUTS * TOKENS
@@ -140,10 +177,18 @@ def finish_tile(
             if GATED:
                 up = sum_of_parts(parts + splits * SIZE, splits, OUTPUTS, TOKENS)
     if last:
+        if HAS_BIAS:
+            own = bias + plane * outputs + row
+            acc += tl.load(own, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(own + outputs, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
         if GATED:
             gate = to_half(acc, DTYPE, INTERPRET).to(tl.float32)
-            active = to_half(activated(gate, GELU), DTYPE, INTERPRET).to(tl.float32)
-            acc = active * to_half(up, DTYPE, INTERPRET).to(tl.float32)
+            up = to_half(up, DTYPE, INTERPRET).to(tl.float32)
+            if CLIPPED:
+                acc = clipped(gate, up, limit, factor)
+            else:
+                acc = to_half(activated(gate, GELU), DTYPE, INTERPRET).to(tl.float32) * up
         tl.store(
             y + target[None, :].to(tl.int64) * y_stride + row[:, None],
             to_half(acc, DTYPE, INTERPRET),

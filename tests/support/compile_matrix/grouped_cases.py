@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compile_matrix.case import Case
-from compile_matrix.weights import weight_of
+from compile_matrix.weights import SERVED, weight_of
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.dense.weight import lay_out
 from quantkit.kernels.linear.grouped.choices import candidates, choose
@@ -18,13 +18,19 @@ from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.router import route_tokens
 from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
 from quantkit.kernels.linear.grouped.routing import route
+from quantkit.kernels.linear.grouped.stacks import stack_of
 from quantkit.kernels.linear.grouped.tile import TileConfig
-from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight, PackedStack, lay_out_half
+from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight, lay_out_half
 
-_FORMATS = ("w4", "w4-g64", "w4-g32", "w4-asym", "awq", "w8", "w3", "w2", "nf4", "nf4-plain", "fp4")
+_FORMATS = ("w4", "w4-g64", "w4-g32", "w4-asym", "awq", "w8", "w3", "w2", "nf4", "nf4-plain", "fp4", "mxfp4", "nvfp4")
+_CLIPPED = ("half", "mxfp4")  # as gpt-oss has them: with biases, too
 _EXPERTS, _PER_TOKEN, _HIDDEN, _WIDTH = 2, 2, 512, 256
 _TOKENS = (1, 8, 20, 60, 200)  # one or more for every entry of the tables
 _IN_BOTH_DTYPES = ("w4", "nf4", "half")  # the others differ from these in how codes become numbers
+# Of the first three, which need most registers and shared memory, all; of the others few tokens and prompts.
+_EIGHT_BIT = dict.fromkeys(("llm-int8", "fp8-block", "fp8-exact"), _TOKENS) | dict.fromkeys(
+    ("w8a8", "fp8", "fp8-static"), (8, 200)
+)
 _RULES = {  # the largest first, which is compiled for every number of tokens
     "256 in groups": (256, Rule(8, scoring="sigmoid", groups=8, groups_chosen=4, scale=2.5)),
     "128, 8 of them": (128, Rule(8)),
@@ -47,6 +53,10 @@ def grouped_cases(card: Card) -> Iterator[Case]:
         for tokens in _TOKENS:
             launch = lambda dtype, how=(name, tokens, card): _chosen(*how, dtype)  # noqa: E731
             yield Case(f"experts in {name} for {tokens}", launch, slow=name not in _IN_BOTH_DTYPES)
+    for name, numbers in _EIGHT_BIT.items():
+        for tokens in numbers:
+            launch = lambda dtype, how=(name, tokens, card): _chosen(*how, dtype)  # noqa: E731
+            yield Case(f"experts in {name} for {tokens}", launch, slow=True)
     for name in ("w4", "nf4", "half"):
         for tile, config in dict.fromkeys(_tried(name)):
             launch = lambda dtype, how=(name, tile, config): _try(*how, dtype)  # noqa: E731
@@ -81,14 +91,23 @@ def _chosen(name: str, tokens: int, card: Card, dtype: torch.dtype) -> None:
     routes = _routes(tokens, way.tile)
     if way.decoded:
         gate_up, down = gate_up.in_half(dtype), down.in_half(dtype)
-    for activation in ("silu", "gelu_pytorch_tanh") if name in _IN_BOTH_DTYPES else ("silu",):
-        gate_up.matmul(torch.zeros(tokens, _HIDDEN, dtype=dtype), routes, way.gate_up, activation)
-    down.matmul(torch.zeros(routes.pairs, _WIDTH, dtype=dtype), routes, way.down)
+    x, active = torch.zeros(tokens, _HIDDEN, dtype=dtype), torch.zeros(routes.pairs, _WIDTH, dtype=dtype)
+    gate_up.matmul(x, routes, way.gate_up, "silu")
+    down.matmul(active, routes, way.down)
+    if name in _CLIPPED:
+        _with_bias(gate_up, dtype).matmul(x, routes, way.gate_up, "silu", (7.0, 1.702))
+        _with_bias(down, dtype).matmul(active, routes, way.down)
+    elif name in _IN_BOTH_DTYPES:
+        gate_up.matmul(x, routes, way.gate_up, "gelu_pytorch_tanh")
     if isinstance(down, GroupedPacked) and name == "w4":
         order = torch.zeros(_WIDTH, dtype=torch.int32)
         ordered = GroupedPacked(tuple(replace(plane, order=order) for plane in down.planes))
-        ordered.matmul(torch.zeros(routes.pairs, _WIDTH, dtype=dtype), routes, way.down)
+        ordered.matmul(active, routes, way.down)
         ordered.in_half(dtype)
+
+
+def _with_bias(weight: Any, dtype: torch.dtype) -> Any:
+    return replace(weight, bias=torch.zeros(weight.count, weight.outputs, dtype=dtype))
 
 
 def _try(name: str, tile: int, config: TileConfig, dtype: torch.dtype) -> None:
@@ -115,7 +134,7 @@ def _weights(name: str, dtype: torch.dtype) -> tuple[GroupedWeight, GroupedWeigh
 
 
 def _stacked(name: str, planes: int, outputs: int, inputs: int) -> Any:
-    stack = PackedStack(planes)
+    stack = stack_of(SERVED[name]("bfloat16"), planes)
     for plane in range(planes):
         stack.put(plane, weight_of(name, outputs, inputs))
     return stack.finish()
