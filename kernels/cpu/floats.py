@@ -25,3 +25,15 @@ def to_stored(code: Code, dtype: torch.dtype, values: Value) -> Value:
     number = values.equals(values)
     kept = code.select(number, rounded >> 16, code.constant(bits.type, 0x7FC0))
     return kept.to(I16)
+
+
+def store_floats(code: Code, dtype: torch.dtype, values: Value, address: Value, place: Value | int = 0) -> None:
+    code.store(to_stored(code, dtype, values), address, place)
+
+
+def rounded(code: Code, dtype: torch.dtype, values: Value) -> Value:
+    """As it would be after a store and a load."""
+    if dtype == torch.float32:
+        return values
+    stored = to_stored(code, dtype, values)
+    return stored.to(F32) if dtype == torch.float16 else (stored.to(I32, signed=False) << 16).view(values.type)

@@ -1,6 +1,7 @@
-"""The operations of the decoder and the sampler: Triton kernels on a GPU, their meaning in plain torch elsewhere.
+"""The operations of the decoder and the sampler: Triton kernels on a GPU, on a CPU kernels that LLVM compiles for the
+smallest and most frequent, and their meaning in plain torch for all others.
 
-Both sets take the same arguments, so that the model is written once. Linear layers choose for themselves
+All sets take the same arguments, so that the model is written once. Linear layers choose for themselves
 (`kernels/linear/op.py`).
 """
 
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.cpu.installed import can_compile
 
 Op = Callable[..., Any]
 
@@ -39,7 +41,7 @@ class Ops:
 def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
     """The set for a device. A GPU computes in 16 bit."""
     if device.type != "cuda":
-        return _plain()
+        return _compiled() if can_compile() else _plain()
     if dtype not in (torch.bfloat16, torch.float16):
         raise InputError(f"dtype {str(dtype)[6:]} runs on a CPU only; on a GPU use bfloat16 or float16")
     return _triton()
@@ -77,6 +79,22 @@ def _plain() -> Ops:
         attend_expanded=None,
         greedy=sampling.greedy,
         sample=sampling.sample,
+    )
+
+
+def _compiled() -> Ops:
+    from quantkit.kernels.cpu.activation import gated_activation
+    from quantkit.kernels.cpu.attention import attend
+    from quantkit.kernels.cpu.norm import add_rms_norm, rms_norm
+    from quantkit.kernels.cpu.rotary import rotate_and_cache
+
+    return replace(
+        _plain(),
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        gated_activation=gated_activation,
+        rotate_and_cache=rotate_and_cache,
+        attend=attend,
     )
 
 

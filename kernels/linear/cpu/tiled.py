@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, IntegerWeight, QuantizedWeight
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
+from quantkit.kernels.cpu.installed import can_compile
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.tiles import Codes
@@ -26,12 +25,6 @@ _AT_ONCE = {
     32: {1: (1, 2, 4), 2: (1, 2), 3: (1, 2)},
     64: {1: (1, 4, 8), 2: (1, 4), 3: (1, 4)},
 }
-
-
-@cache
-def can_compile() -> bool:
-    """Whether the compiler is installed; where it is not, slabs run."""
-    return find_spec("llvmlite") is not None
 
 
 @dataclass(frozen=True)

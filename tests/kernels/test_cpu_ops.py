@@ -1,0 +1,110 @@
+"""Small kernels of CPUs against their meaning in torch, on odd sizes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pairwise import cover
+from quantkit.kernels.cpu import activation, attention, norm, rotary
+from quantkit.kernels.reference import attention as reference_attention
+from quantkit.kernels.reference import elementwise
+
+pytestmark = pytest.mark.kernel
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+STEP = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the last bit, at most one apart
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    step = STEP[found.dtype]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=step)
+
+
+@pytest.mark.parametrize(("dtype", "width", "plus_one"), cover(DTYPES, (1, 33, 64, 100), (False, True)))
+def test_norm(dtype: torch.dtype, width: int, plus_one: bool) -> None:
+    wide, weight = numbers(3, width + 5, dtype=dtype), numbers(width, dtype=dtype)
+    x, residual = wide[:, 2 : 2 + width], numbers(3, width, dtype=dtype, seed=1)
+    assert_near(
+        norm.rms_norm(x, weight, 1e-5, plus_one=plus_one), elementwise.rms_norm(x, weight, 1e-5, plus_one=plus_one)
+    )
+    other = residual.clone()
+    found = norm.add_rms_norm(x, residual, weight, 1e-5, plus_one=plus_one)
+    assert_near(found, elementwise.add_rms_norm(x, other, weight, 1e-5, plus_one=plus_one))
+    assert torch.equal(residual, other)
+
+
+@pytest.mark.parametrize(("dtype", "width"), cover(DTYPES, (1, 48, 70)))
+def test_activation(dtype: torch.dtype, width: int) -> None:
+    gate_up = 8 * numbers(4, 2 * width, dtype=dtype)
+    gate_up[0, 0], gate_up[1, 0] = 200, -200
+    assert_near(activation.gated_activation(gate_up, "silu"), elementwise.gated_activation(gate_up, "silu"))
+    gelu = activation.gated_activation(gate_up, "gelu_pytorch_tanh")
+    assert torch.equal(gelu, elementwise.gated_activation(gate_up, "gelu_pytorch_tanh"))
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x = numbers(2, 32, dtype=torch.bfloat16)
+    x[1, 3] = float("nan")
+    assert norm.rms_norm(x, x[0], 1e-5).isnan().all(1).tolist() == [False, True]
+    assert activation.gated_activation(x, "silu").isnan().any(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "head_dim", "turned", "normed", "plus_one"),
+    cover(DTYPES, DTYPES, (16, 24, 64), (8, 16), (False, True), (False, True)),
+)
+def test_rotary(
+    dtype: torch.dtype, kept: torch.dtype, head_dim: int, turned: int, normed: bool, plus_one: bool
+) -> None:
+    """The last two tokens have no place in the cache."""
+    heads, kv_heads, tokens = 4, 2, 5
+    qkv = numbers(tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)[:, 3:]
+    positions, slots = torch.tensor([0, 3, 9, 99, -1]), torch.tensor([5, 17, 40, -1, 48])
+    cos, sin = numbers(10, turned // 2, dtype=torch.float32), numbers(10, turned // 2, dtype=torch.float32, seed=1)
+    norms = {name: numbers(head_dim, dtype=dtype, seed=2) for name in ("q_norm", "k_norm")} if normed else {}
+    caches = [[torch.zeros(3, kv_heads, 16, head_dim, dtype=kept) for _ in range(2)] for _ in range(2)]
+    found, wanted = (
+        op(qkv, positions, cos, sin, slots, *pair, heads, **norms, eps=1e-5, plus_one=plus_one)
+        for op, pair in zip((rotary.rotate_and_cache, elementwise.rotate_and_cache), caches, strict=True)
+    )
+    assert_near(found, wanted)
+    for one, other in zip(*caches, strict=True):
+        assert_near(one, other)
+        assert bool(one.any())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "heads", "head_dim", "window", "has_sinks"),
+    cover(DTYPES, DTYPES, (2, 6), (16, 64), (None, 7), (False, True)),
+)
+def test_attention(
+    dtype: torch.dtype, kept: torch.dtype, heads: int, head_dim: int, window: int | None, has_sinks: bool
+) -> None:
+    """Of one token, of several, of none, and behind them a row of no sequence."""
+    kv_heads, page_size, contexts, new = 2, 16, [1, 40, 9, 33], [1, 3, 0, 1]
+    keys, values = (numbers(9, kv_heads, page_size, head_dim, dtype=kept, seed=seed) for seed in (0, 1))
+    table = torch.tensor([[4, 0, 0], [7, 2, 5], [1, 0, 0], [8, 3, 6]], dtype=torch.int32)
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+    q = numbers(sum(new) + 1, heads, head_dim, dtype=dtype)
+    sinks = numbers(heads, dtype=dtype) if has_sinks else None
+    batch = (q, keys, values, table, torch.tensor(contexts, dtype=torch.int32), starts)
+    found = attention.attend(*batch, scale=0.3, max_queries=3, window=window, sinks=sinks, soft_cap=None)
+    wanted = reference_attention.attend(*batch, scale=0.3, window=window, sinks=sinks)
+    assert_near(found, wanted.to(dtype))
+    assert not bool(found[-1].any())
+
+
+def test_prompts_and_caps_are_left_to_torch() -> None:
+    keys, values = (numbers(2, 1, 16, 16, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    q, table = numbers(12, 2, 16, dtype=torch.float32), torch.tensor([[1]], dtype=torch.int32)
+    batch = (q, keys, values, table, torch.tensor([14], dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32))
+    for options in ({"soft_cap": None}, {"soft_cap": 5.0}):
+        found = attention.attend(*batch, scale=0.3, max_queries=12, **options)
+        assert torch.equal(found, reference_attention.attend(*batch, scale=0.3, **options))
+    few = (q[:1], keys, values, table, batch[4], torch.tensor([0, 1], dtype=torch.int32))
+    capped = attention.attend(*few, scale=3.0, max_queries=1, soft_cap=0.5)
+    assert torch.equal(capped, reference_attention.attend(*few, scale=3.0, soft_cap=0.5))
