@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 LARGEST_ERROR = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-5}  # relative, of a kernel with inputs of this dtype
+ROUNDED_INPUTS = 1e-2  # the same where it rounds its inputs to 8 bits, as CPUs do for many tokens of 16 bits
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, IntegerWeight, QuantizedWeight
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
 from quantkit.kernels.cpu.installed import can_compile
+from quantkit.kernels.linear.weight import padded
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.tiles import Codes
 
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
+_SHORT = 1024  # inputs of a row with one scale, up to which it is padded to whole steps and not to whole blocks
 _PIECES = 8  # of a product for each thread: who is free takes the next
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
 # Bytes of a vector -> digits of x -> tokens that share what was decoded, as far as there are registers for their sums.
@@ -114,14 +117,14 @@ def _packed(meaning: Codes, codes: Tensor, scales: Tensor, zeros: Tensor | None 
     from quantkit.kernels.cpu.tiles import by_tile, pack
 
     inputs, groups = codes.shape[1], scales.shape[1]
-    group = inputs // groups if groups > 1 else -(-inputs // _LARGEST_BLOCK) * _LARGEST_BLOCK
+    group = inputs // groups if groups > 1 else padded(inputs, _LARGEST_BLOCK if inputs > _SHORT else 32)
     block = _block(group)
     if block is None or (block % 32 and 1 in meaning.planes):
         return None
     meaning = replace(meaning, step=16 if block % 32 else 32)
-    padded = torch.nn.functional.pad(codes, (0, groups * group - inputs))
-    scales = by_tile(scales)
-    return Tiles(meaning, pack(padded, meaning), scales, None if zeros is None else by_tile(zeros), group, block)
+    codes = pad(codes, (0, groups * group - inputs))
+    zeros = None if zeros is None else by_tile(zeros)
+    return Tiles(meaning, pack(codes, meaning), by_tile(scales), zeros, group, block)
 
 
 def _block(group: int) -> int | None:

@@ -70,7 +70,8 @@ def test_moves_arrive_as_they_were(
 def test_batches_arrive_as_they_were(ancestors: torch.Tensor | None) -> None:
     table = torch.tensor([[4, 2], [7, 0]], dtype=torch.int32)
     lengths, starts = (torch.tensor(values, dtype=torch.int32) for values in ([17, 3], [0, 1, 3]))
-    batch = Batch(torch.arange(3), torch.arange(3) + 16, torch.arange(3) + 32, table, lengths, starts, 2, ancestors)
+    ids, known = torch.arange(3), (starts.tolist(), lengths.tolist())
+    batch = Batch(ids, ids + 16, ids + 32, table, lengths, starts, 2, ancestors, known)
     found = batch_from_lists(unpack(pack(batch_to_lists(batch))), torch.device("cpu"))
     for name, wanted in vars(batch).items():
         value = getattr(found, name)

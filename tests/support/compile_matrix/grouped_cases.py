@@ -56,7 +56,7 @@ def grouped_cases(card: Card) -> Iterator[Case]:
     for name, numbers in _EIGHT_BIT.items():
         for tokens in numbers:
             launch = lambda dtype, how=(name, tokens, card): _chosen(*how, dtype)  # noqa: E731
-            yield Case(f"experts in {name} for {tokens}", launch, slow=True)
+            yield Case(f"experts in {name} for {tokens}", launch, slow=len(numbers) > 2)
     for name in ("w4", "nf4", "half"):
         for tile, config in dict.fromkeys(_tried(name)):
             launch = lambda dtype, how=(name, tile, config): _try(*how, dtype)  # noqa: E731
