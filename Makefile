@@ -22,7 +22,7 @@ test: $(VENV)/ready
 # Ray's tests run alone: Ray gives up where it must wait for a processor. A part may have none.
 LONG := $$(grep -rl "mark\.long" tests --include="test_*.py")
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 --part=$(PART) -m "long and not gpu and not ray" $(LONG)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25 --part=$(PART) -m "long and not gpu and not ray" $(LONG)
 	files=$$($(BIN)/python tests/support/long_parts.py $(PART)); \
 	test -z "$$files" || $(BIN)/python -m pytest --durations=10 --part=$(PART) -m "long and ray" $$files
 
