@@ -12,8 +12,8 @@ What is not finite makes its block's scale so, and with it every result that rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,28 +27,27 @@ _LANES = 16
 _LARGEST = {1: 127.0, 2: 127.0 * 256, 3: 127.0 * 256 * 256}  # what is rounded up from there still fits
 
 
-@dataclass(frozen=True)
-class Digits:
-    values: Tensor
-    scales: Tensor
-    sums: Tensor
-    block: int
+class Digits(NamedTuple):
+    """Where they are: addresses in one piece of memory, which lives as long as this does."""
+
+    values: int
+    scales: int
+    sums: int
+    memory: Tensor
 
 
 def in_digits(pool: Pool, x: Tensor, digits: int, block: int, tokens: int, inputs: int) -> Digits:
     """x [some tokens, some inputs], rows contiguous; the result has as many tokens and inputs as asked, zeros there."""
     blocks = inputs // block
+    numbers = tokens * blocks  # of scales, and of the sums of a digit
     fill = torch.zeros if tokens > x.shape[0] else torch.empty
-    held = Digits(
-        fill(digits, tokens, inputs, dtype=torch.int8),
-        fill(tokens, blocks, dtype=torch.float32),
-        fill(digits, tokens, blocks, dtype=torch.int32),
-        block,
-    )
-    arguments = [x.data_ptr(), x.stride(0), x.shape[1], held.values.data_ptr(), tokens, inputs]
-    arguments += [held.scales.data_ptr(), held.sums.data_ptr(), blocks]
+    memory = fill(digits * tokens * inputs + 4 * (1 + digits) * numbers, dtype=torch.int8)
+    values = memory.data_ptr()
+    scales = values + digits * tokens * inputs
+    sums = scales + 4 * numbers
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], values, tokens, inputs, scales, sums, blocks]
     pool.run(_kernel(x.dtype, digits, block), arguments, x.shape[0])
-    return held
+    return Digits(values, scales, sums, memory)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
@@ -26,6 +27,7 @@ def compiled(name: str, arguments: int, body: Body) -> int:
     return int(engine.get_function_address(name))
 
 
+@cache
 def callable_at(address: int, arguments: int) -> Callable[..., None]:
     """For Python; other threads run meanwhile."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(address)

@@ -22,43 +22,23 @@ from quantkit.kernels.cpu.tiles import ROWS, Codes
 
 
 class Arguments(NamedTuple):
-    """Addresses and sizes, as the kernel reads them."""
-
-    codes: int
-    scales: int
-    zeros: int
-    x: int
-    x_tokens: int  # that x has room for, which is where its next digit begins
-    x_scales: int
-    x_sums: int
-    bias: int  # 0: none
-    y: int
-    tokens: int
-    outputs: int
-    inputs: int  # of the codes and digits: padded
-    groups: int  # of a row of the weight
-    blocks: int  # of x in a group of the weight
-    tiles: int  # of a piece of work
-
-
-class Held(NamedTuple):
-    """The same inside the kernel."""
+    """Addresses and sizes, in their order."""
 
     codes: Value
     scales: Value
     zeros: Value
     x: Value
-    x_tokens: Value
+    x_tokens: Value  # that x has room for, which is where its next digit begins
     x_scales: Value
     x_sums: Value
-    bias: Value
+    bias: Value  # 0: none
     y: Value
     tokens: Value
     outputs: Value
-    inputs: Value
-    groups: Value
-    blocks: Value
-    tiles: Value
+    inputs: Value  # of the codes and digits: padded
+    groups: Value  # of a row of the weight
+    blocks: Value  # of x in a group of the weight
+    tiles: Value  # of a piece of work
 
 
 class Kind(NamedTuple):
@@ -88,7 +68,7 @@ def kernel(kind: Kind) -> int:
 
 
 def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
-    held = Held(*(code.load(I64, arguments, place) for place in range(len(Held._fields))))
+    held = Arguments(*(code.load(I64, arguments, place) for place in range(len(Arguments._fields))))
     count = (held.outputs + (ROWS - 1)) // ROWS
     end = last * held.tiles
     with (
@@ -101,7 +81,7 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
                 _store(code, held, kind, tile, token + number, total)
 
 
-def _of_tile(code: Code, held: Held, kind: Kind, tile: Value, token: Value) -> list[Value]:
+def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value) -> list[Value]:
     """Sums of 16 outputs for each of some tokens."""
     sums = [code.variable(code.constant(F32.x(ROWS), 0.0)) for _ in range(kind.tokens)]
     codes = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8))
@@ -119,7 +99,7 @@ def _of_tile(code: Code, held: Held, kind: Kind, tile: Value, token: Value) -> l
 
 def _add_block(
     code: Code,
-    held: Held,
+    held: Arguments,
     kind: Kind,
     codes: Variable,
     token: Value,
@@ -204,7 +184,7 @@ def _bits(held: Value, low: int, bits: int) -> Value:
     return shifted if low + bits == 8 else shifted & ((1 << bits) - 1)
 
 
-def _store(code: Code, held: Held, kind: Kind, tile: Value, token: Value, total: Value) -> None:
+def _store(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, total: Value) -> None:
     start = tile * ROWS
     row = token * held.outputs
     with code.when(start + ROWS < held.outputs + 1):
@@ -213,7 +193,7 @@ def _store(code: Code, held: Held, kind: Kind, tile: Value, token: Value, total:
         _store_some(code, held, kind, total.at(output - start).splat(1), row, output)
 
 
-def _store_some(code: Code, held: Held, kind: Kind, values: Value, row: Value, output: Value) -> None:
+def _store_some(code: Code, held: Arguments, kind: Kind, values: Value, row: Value, output: Value) -> None:
     result = code.variable(values)
     with code.when(code.constant(I64, 0) < held.bias):
         result.set(values + load_floats(code, kind.dtype, values.type.lanes, held.bias, output))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,18 @@ _AT_ONCE = {
 }
 
 
-@dataclass(frozen=True)
+class Plan(NamedTuple):
+    """What a product with some number of tokens always has: arguments of its kernel (`product.py`), and sizes."""
+
+    kernel: int
+    weight: tuple[int, ...]  # its first arguments
+    sizes: tuple[int, ...]  # its last
+    room: int  # tokens that x has room for
+    inputs: int
+    pieces: int
+
+
+@dataclass(frozen=True, eq=False)
 class Tiles:
     """A weight as `kernels/cpu/tiles.py` lays it out.
 
@@ -46,10 +57,35 @@ class Tiles:
     zeros: Tensor | None
     group: int
     block: int
+    _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def plan(self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> Plan:
+        """How this weight is multiplied with so many tokens."""
+        asked = (digits, tokens, outputs, dtype, threads)
+        if asked not in self._plans:
+            self._plans[asked] = self._new_plan(*asked)
+        return self._plans[asked]
+
+    def _new_plan(self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> Plan:
+        from quantkit.kernels.cpu.processor import this_processor
+        from quantkit.kernels.cpu.product import Kind, kernel
+
+        together = max(count for count in _AT_ONCE[this_processor().vector][digits] if count <= tokens)
+        count, groups = len(self.codes), self.scales.shape[1]
+        each = max(1, count // (_PIECES * threads))
+        inputs, zeros = groups * self.group, 0 if self.zeros is None else self.zeros.data_ptr()
+        return Plan(
+            kernel=kernel(Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype)),
+            weight=(self.codes.data_ptr(), self.scales.data_ptr(), zeros),
+            sizes=(outputs, inputs, groups, self.group // self.block, each),
+            room=padded(tokens, together),
+            inputs=inputs,
+            pieces=-(-count // each),
+        )
 
     def join(self, others: list[Tiles]) -> Tiles:
         """With the tiles of others of the same meaning and sizes."""
@@ -136,34 +172,10 @@ def multiply(x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits:
     """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used."""
     from quantkit.kernels.cpu.activations import in_digits
     from quantkit.kernels.cpu.pool import shared_pool
-    from quantkit.kernels.cpu.processor import this_processor
-    from quantkit.kernels.cpu.product import Arguments, Kind, kernel
 
-    pool, (tokens, outputs) = shared_pool(), y.shape
-    at_once = _AT_ONCE[this_processor().vector][digits]
-    together = max(count for count in at_once if count <= tokens)
-    groups, room = tiles.scales.shape[1], -(-tokens // together) * together
-    inputs = groups * tiles.group
-    held = in_digits(pool, x, digits, tiles.block, room, inputs)
-    count = len(tiles.codes)
-    each = max(1, count // (_PIECES * pool.threads))
-    arguments = Arguments(
-        codes=tiles.codes.data_ptr(),
-        scales=tiles.scales.data_ptr(),
-        zeros=0 if tiles.zeros is None else tiles.zeros.data_ptr(),
-        x=held.values.data_ptr(),
-        x_tokens=room,
-        x_scales=held.scales.data_ptr(),
-        x_sums=held.sums.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
-        tokens=tokens,
-        outputs=outputs,
-        inputs=inputs,
-        groups=groups,
-        blocks=tiles.group // tiles.block,
-        tiles=each,
-    )
-    kind = Kind(tiles.meaning, tiles.block, digits, together, y.dtype, tiles.scales.dtype)
-    pool.run(kernel(kind), arguments, -(-count // each))
+    pool, tokens = shared_pool(), y.shape[0]
+    plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads)
+    held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs)
+    own = [held.values, plan.room, held.scales, held.sums, 0 if bias is None else bias.data_ptr(), y.data_ptr()]
+    pool.run(plan.kernel, [*plan.weight, *own, tokens, *plan.sizes], plan.pieces)
     return y

@@ -52,7 +52,7 @@ class CpuWeight(Untuned):
         return _KERNELS
 
     def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
-        return Choice("tiles" if isinstance(self.held, Tiles) else "slabs", None, "on the CPU")
+        return _TILES if isinstance(self.held, Tiles) else _SLABS
 
     def join(self, others: Sequence[LinearWeight]) -> Self | None:
         tiles = [other.held for other in others if isinstance(other, CpuWeight) and isinstance(other.held, Tiles)]
@@ -115,7 +115,8 @@ def _sorted_by_group(weight: IntegerWeight) -> tuple[IntegerWeight, Tensor | Non
 
 def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """y [tokens, outputs] = x [tokens, inputs] @ weight.T + bias, all in the weight's dtype."""
-    _check(x, weight, bias, out)
+    if not (x.shape[1:] == (weight.inputs,) and x.dtype == weight.dtype and x.is_cpu and bias is None and out is None):
+        _check(x, weight, bias, out)
     y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
     if y.numel() == 0:
         return y
@@ -141,6 +142,7 @@ def _digits(weight: CpuWeight, tokens: int) -> int:
 
 
 _KERNELS = by_name(Kernel("tiles", _run), Kernel("slabs", _run))
+_TILES, _SLABS = (Choice(name, None, "on the CPU") for name in _KERNELS)
 
 
 def _check(x: Tensor, weight: CpuWeight, bias: Tensor | None, out: Tensor | None) -> None:
