@@ -36,7 +36,8 @@ _PAIRS = {
 }
 _PAIR_TABLE = 32 << 10  # bytes
 _ROOM_FOR_PAIRS = 160 << 10  # bytes of shared memory
-_LARGEST_IN_REGISTERS = 64  # tokens of a tile: 64 x 128 spill where a warp holds its operands itself
+_LARGEST_IN_REGISTERS = 64  # tokens of a tile: 64 x 128 spill where a warp holds its operands itself, or many scales
+_LARGEST_OF_FINE_PAIRS = 32  # tokens of a tile: 128 x 64 spill beside a table of pairs and many scales
 # Hopper's kernel, chunks of a multiprocessor from which it pays to share tiles, and wide tiles (docs/kernels.md).
 _FEWEST_CHUNKS = {64: 2, 128: 6}
 _WIDE_FROM = {64: 12, 128: 15}
@@ -91,11 +92,12 @@ def default(weight: PackedWeight, tokens: int, card: Card) -> Choice:
     if most not in _SKINNY:
         return Choice("dequantize", None, f"{why}; many tokens pay for decoding once")
     large = most
-    if card is not NO_GPU and not card.multiplies_from_shared:
+    if (card is not NO_GPU and not card.multiplies_from_shared) or _has_fine_scales(weight):
         large = min(large, _LARGEST_IN_REGISTERS)
     if weight.code_type == "int3":
         large = max(large, _FEWEST_OF_3_BITS)
-    pairs = large in _PAIRS and has_room_for_pairs(weight, card)
+    crowded = large > _LARGEST_OF_FINE_PAIRS and _has_fine_scales(weight)
+    pairs = large in _PAIRS and has_room_for_pairs(weight, card) and not crowded
     inputs = weight.chunks * CHUNK
     product = Product(
         weight.outputs, inputs, most, weight.nbytes / (weight.rows * inputs), table=_PAIR_TABLE if pairs else 0
@@ -163,5 +165,10 @@ def hopper_configs(weight: PackedWeight, most: int) -> Iterator[HopperConfig]:
 def _spills(weight: PackedWeight, config: HopperConfig) -> bool:
     """Three groups of warps with 128 tokens have no registers left for 8-bit words, nor for a table's values with a
     scale for 16 or 32 inputs."""
-    crowded = weight.code_type == "int8" or (weight.table is not None and weight.group < 64)
+    crowded = weight.code_type == "int8" or _has_fine_scales(weight)
     return crowded and config.outputs > 128 and config.tokens > 64
+
+
+def _has_fine_scales(weight: PackedWeight) -> bool:
+    """MXFP4 and NVFP4: scales take the registers that values of a table leave."""
+    return weight.table is not None and weight.group < 64
