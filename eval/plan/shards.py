@@ -15,7 +15,6 @@ from quantkit.eval.plan.weights import KEPT_BYTES, Chosen, WeightPlan, weigh_lin
 from quantkit.formats import Format, Gptq, Shape
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.ranks import Ranks, local_config
-from quantkit.stages import Stage
 
 ACTIVATION = 2  # bytes of a number that travels
 
@@ -74,7 +73,7 @@ def _linears(decoder: Decoder, chosen: Chosen, ranks: Ranks, part: ModelConfig) 
     reduces = gathers = gathered = 0
     for layer, own in zip(ranks.blocks(config.layers), part.stages, strict=True):
         for stage, local in zip(config.stages[layer], own, strict=True):
-            modules = _modules(config, layer, stage, ranks)
+            modules = ranks.own_modules(stage, config.family.modules(layer, stage))
             linears |= zip(modules, stage_shapes(part, local), strict=True)
             if stage.role not in ("output", "down", "shared_down") or ranks.tensor == 1:
                 continue
@@ -93,15 +92,6 @@ def _linears(decoder: Decoder, chosen: Chosen, ranks: Ranks, part: ModelConfig) 
     reduces += first  # the embedding
     logits = config.vocab * ACTIVATION if first else 0
     return linears, Traffic(reduces, reduces * config.hidden * ACTIVATION, gathers, gathered * ACTIVATION, logits)
-
-
-def _modules(config: ModelConfig, layer: int, stage: Stage, ranks: Ranks) -> tuple[str, ...]:
-    """Of a stage; of experts, those that a rank has."""
-    modules = config.family.modules(layer, stage)
-    if stage.experts is None:
-        return modules
-    own, each = ranks.own_experts(stage.experts.count), len(stage.names)
-    return modules[own.start * each : own.stop * each]
 
 
 def _gathers(fmt: Format | None, inputs: int, *, attention: bool) -> bool:

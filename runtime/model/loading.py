@@ -179,9 +179,7 @@ class _BlockReader:
 
     def _stack(self, role: str) -> GroupedWeight:
         config, stage = self.reader.config, self._stages[role]
-        assert stage.experts is not None
-        own, each = self._own_experts(stage.experts), len(stage.names)
-        modules = config.family.modules(self.layer, stage)[own.start * each : own.stop * each]
+        modules = self.ranks.own_modules(stage, config.family.modules(self.layer, stage))
         biased = self._biased.issuperset(stage.linears)
         return read_stack(self.reader, modules, config.outputs(stage)[0], config.inputs(stage), biased=biased)
 

@@ -74,6 +74,13 @@ class Ranks:
         start = self.tensor_rank * each + min(self.tensor_rank, more)
         return range(start, start + each + (self.tensor_rank < more))
 
+    def own_modules(self, stage: Stage, modules: tuple[str, ...]) -> tuple[str, ...]:
+        """Of a stage's modules, expert by expert, those of this rank's experts; all where it has no experts."""
+        if stage.experts is None:
+            return modules
+        own, each = self.own_experts(stage.experts.count), len(stage.names)
+        return modules[own.start * each : own.stop * each]
+
     def vocabulary(self, vocab: int) -> slice:
         """The tokens whose logits this tensor rank computes: the last ranks may have fewer, or none."""
         each = self.vocabulary_width(vocab)
