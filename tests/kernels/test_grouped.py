@@ -212,8 +212,9 @@ def test_sums(gated: bool | None, device: str) -> None:
     if shared is not None:
         wanted = reference.add_shared_expert(wanted, shared, gate)
     found = combine(y, weights, shared, gate)
-    torch.testing.assert_close(found, wanted, rtol=1.6e-2, atol=1e-5)
-    assert float((found == wanted).float().mean()) > 0.98  # a sum in float32 may fall to the other side
+    # Sums in float32 and a GPU's sigmoid may fall to the other side: by a step of bf16 at 1, also where terms cancel.
+    torch.testing.assert_close(found, wanted, rtol=1.6e-2, atol=2**-7)
+    assert float((found == wanted).float().mean()) > 0.95
 
 
 def test_no_tokens(device: str) -> None:

@@ -60,16 +60,21 @@ def run_dense(mlp: DenseMlp, x: Tensor, clip: tuple[float, float] | None = None)
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """`quantized(family, recipe)`: a tiny model with three experts in one layer, as wide as blocks of NF4 are long."""
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`quantized(family, recipe)`: a tiny model with three experts in one layer, as wide as blocks of NF4 are long.
+
+    With other `sizes` under a `name` of its own; unquantized without a recipe.
+    """
     top = tmp_path_factory.mktemp("experts")
 
-    def make(family: str, recipe: str) -> Path:
-        source, folder = top / family, top / f"{family}-{recipe}"
+    def make(family: str, recipe: str | None, name: str = "", **sizes: int) -> Path:
+        source = top / f"{family}{name}"
+        folder = source if recipe is None else top / f"{family}{name}-{recipe}"
         if not source.exists():
             few = {"moe_intermediate_size": 64, "num_experts": 3, "mlp_only_layers": [0]}
-            save_model(family, source, "bfloat16", **SETTINGS[family] | ({} if family == "gpt_oss" else few))
+            save_model(family, source, "bfloat16", **SETTINGS[family] | ({} if family == "gpt_oss" else few) | sizes)
         if not folder.exists():
+            assert recipe is not None
             quantkit.quantize(source, load_recipe(recipe), folder, quality_windows=0)
         return folder
 
@@ -94,7 +99,7 @@ def test_layers_mean_the_same(
     family: str,
     recipe: str | None,
     family_model: FamilyModel,
-    quantized: Callable[[str, str], Path],
+    quantized: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = family_model(family) if recipe is None else quantized(family, recipe)
@@ -122,7 +127,7 @@ def test_ranks_add_up(
     family: str,
     recipe: str | None,
     family_model: FamilyModel,
-    quantized: Callable[[str, str], Path],
+    quantized: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each stacks its own experts alone, three on two ranks unevenly; shared experts are cut."""
@@ -148,7 +153,7 @@ def test_a_whole_model(family_model: FamilyModel, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_broken_expert_is_refused_by_its_name(
-    quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+    quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, read = quantized("qwen2_moe", "rtn-w4g32"), Checkpoint.quantized
 
@@ -199,13 +204,16 @@ def test_a_gpu_runs_experts_and_says_which_are_slow(family_model: FamilyModel) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [None, "rtn-w4g32", "nf4", "mxfp4", "fp8", "llm-int8"])
 @pytest.mark.parametrize("family", [name for name in WITH_EXPERTS if name not in WITH_LATENTS])
-def test_a_whole_model_on_a_gpu(
-    family: str, recipe: str | None, family_model: FamilyModel, quantized: Callable[[str, str], Path]
-) -> None:
-    """Prompt and answers, with and without CUDA graphs, against float32 on the CPU."""
-    folder = family_model(family) if recipe is None else quantized(family, recipe)
+def test_a_whole_model_on_a_gpu(family: str, recipe: str | None, quantized: Callable[..., Path]) -> None:
+    """Prompt and answers, with and without CUDA graphs, against float32 on the CPU; heads are such as its kernels take.
+
+    Of most tokens: rounding may choose other experts for one.
+    """
+    heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    folder = quantized(family, recipe, "-wide", **heads)
     wanted = score_tokens(start_engine(folder, EngineOptions(device="cpu", dtype="float32")), IDS)
     for graphs in (True, False):
         options = EngineOptions(device="cuda", dtype="bfloat16", graphs=graphs, kv_tokens=4096, max_context=128)
         found = score_tokens(start_engine(folder, options), IDS, 13).cpu().float()
-        assert float((found - wanted).norm() / wanted.norm()) < (0.1 if recipe in ("fp8", "llm-int8") else 0.06)
+        errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert float(errors.median()) < {"fp8": 0.25, "llm-int8": 0.1}.get(recipe or "", 0.04)  # of inputs in 8 bits

@@ -83,7 +83,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     ("family", "step", "kv_dtype", "seen"),
     [
@@ -114,7 +113,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_of_engines(way: str, model: FamilyModel, forms: list[Any]) -> None:
     """Prompts of both forms in one step, beside answers, with a shared prefix, by sequences that give way or guess."""
