@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantkit.errors import StorageError
 
-BUNDLED = ("demo", "demo-draft")
+BUNDLED = ("demo", "demo-draft", "demo-experts")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "README.md"]
 

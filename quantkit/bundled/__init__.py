@@ -1,4 +1,4 @@
-"""What travels with the package: the models `demo` and `demo-draft`, a calibration text and a held-out text."""
+"""What travels with the package: `demo`, `demo-draft`, `demo-experts`, a calibration text and a held-out text."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Training of the bundled models: what it saves is what transformers computes, and experts are trained as experts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,13 @@ def test_paragraphs_of_a_shipped_text_stay_out_of_the_training_text() -> None:
     shipped = clean.keys_of(clean.render([("p", "Something before."), *blocks]))
     assert clean.deduplicate(blocks, set(shipped)) == []
     assert clean.deduplicate([other, *blocks[2:]], set(shipped)) == [other]
+
+
+def test_the_experts_that_ship_are_all_at_work() -> None:
+    folder = model_folder("demo-experts")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 8_000_000
+    routing = json.loads((folder / "training.json").read_text())["heldout_routing"]
+    assert len(routing) == 4
+    for layer in routing:
+        assert layer["entropy_bits"] > 0.9 * layer["most_bits"]
+        assert layer["smallest_share"] > 0.01

@@ -34,7 +34,8 @@ def test_the_bundled_models() -> None:
     origin, calibration = words("demo")
     assert origin.startswith("trained for quantkit, the last 3 of 4 stages under 4-bit rounding noise")
     assert calibration == "none, not quantized"
-    assert words("demo-draft")[0] == "trained for quantkit, without rounding noise"
+    for model in ("demo-draft", "demo-experts"):
+        assert words(model)[0] == "trained for quantkit, without rounding noise"
 
 
 def test_a_method_without_data(quantized_draft: Callable[..., Path]) -> None:
