@@ -36,7 +36,8 @@ def load_weights(
     """Every weight of a model, or those of one rank, on its device. `config` is the whole model's."""
     reader = Reader(checkpoint, config, dtype, device)
     rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
-    embedding = torch.empty(rows.stop - rows.start, config.hidden, dtype=dtype, device=device)
+    kept = reader.matrix_dtype("model.embed_tokens.weight")
+    embedding = torch.empty(rows.stop - rows.start, config.hidden, dtype=kept, device=device)
     if ranks.first_stage:
         reader.fill(embedding, "model.embed_tokens.weight", (config.vocab, config.hidden), rows)
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
@@ -208,7 +209,7 @@ class _BlockReader:
 
     @property
     def _in_float32(self) -> _BlockReader:
-        return replace(self, reader=replace(self.reader, dtype=torch.float32))
+        return replace(self, reader=replace(self.reader, dtype=torch.float32, keeps_halves=False))
 
     def _kept(self, name: str, outputs: int, *, biased: bool = False) -> Linear:
         """A small linear of the block that quantizers leave as it is; it reads hidden states."""

@@ -27,6 +27,7 @@ from quantkit.kernels.reference import linear as reference
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Linear
 from quantkit.runtime.model.shards import GroupShare, Share, length, pieces
+from quantkit.runtime.model.weight_sizes import held_dtype
 
 # Largest relative difference between kernel and reference. Both round in the dtype of the activations.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -41,6 +42,7 @@ class Reader:
     dtype: torch.dtype
     device: torch.device
     tried_rows: int | None = None  # of each quantized layer; None: all
+    keeps_halves: bool = True  # matrices stay in 16 bits beside activations of float32, where kernels multiply both
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         place = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -71,6 +73,13 @@ class Reader:
         part = stored if outputs is None else stored[outputs]
         place.copy_(part if inputs is None else part[:, inputs])
         require_finite(name, place)
+
+    def matrix_dtype(self, name: str) -> torch.dtype:
+        """In which a plain matrix is held."""
+        stored = self.checkpoint.tensors.get(name)
+        if stored is None or not self.keeps_halves or self.device.type != "cpu":
+            return self.dtype
+        return held_dtype(stored.info, self.dtype)
 
     def linear(
         self,
@@ -104,7 +113,9 @@ class Reader:
             (name, outputs, section, share.inputs) for name, outputs, share in modules for section in share.outputs
         ]
         sizes = [length(section) for _, _, section, _ in sections]
-        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=self.dtype, device=self.device)
+        dtypes = {self.matrix_dtype(f"{name}.weight") for name, *_ in modules}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=dtype, device=self.device)
         for (name, outputs, section, columns), part in zip(sections, whole.split(sizes), strict=True):
             self.fill(part, f"{name}.weight", (outputs, inputs), section, columns)
         return whole
