@@ -28,6 +28,7 @@ from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.embedding import EMBEDDING, BlockEmbedding
 from quantkit.runtime.model.layers import Linear
 from quantkit.runtime.model.shards import GroupShare, Share, length, pieces
+from quantkit.runtime.model.weight_sizes import held_dtype
 
 # Largest relative difference between kernel and reference. Both round in the dtype of the activations.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -42,6 +43,7 @@ class Reader:
     dtype: torch.dtype
     device: torch.device
     tried_rows: int | None = None  # of each quantized layer; None: all
+    keeps_halves: bool = True  # matrices stay in 16 bits beside activations of float32, where kernels multiply both
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         place = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -73,16 +75,23 @@ class Reader:
         place.copy_(part if inputs is None else part[:, inputs])
         require_finite(name, place)
 
+    def matrix_dtype(self, name: str) -> torch.dtype:
+        """In which a plain matrix is held."""
+        stored = self.checkpoint.tensors.get(name)
+        if stored is None or not self.keeps_halves or self.device.type != "cpu":
+            return self.dtype
+        return held_dtype(stored.info, self.dtype)
+
     def embedding(self, rows: slice) -> Tensor | BlockEmbedding:
         """Some rows of it; those that the checkpoint has in GGUF blocks stay there, on a CPU in the mapped file."""
-        shape, fmt = (self.config.vocab, self.config.hidden), self.checkpoint.formats.get(EMBEDDING)
+        name, shape = f"{EMBEDDING}.weight", (self.config.vocab, self.config.hidden)
+        fmt = self.checkpoint.formats.get(EMBEDDING)
         if isinstance(fmt, Gguf):
             self._check_shape(EMBEDDING, self.checkpoint.layer_shape(EMBEDDING), shape)
-            blocks = self.checkpoint.rows(f"{EMBEDDING}.weight", rows).to(self.device)
-            return BlockEmbedding(fmt, blocks, self.dtype)
-        embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=self.dtype, device=self.device)
+            return BlockEmbedding(fmt, self.checkpoint.rows(name, rows).to(self.device), self.dtype)
+        embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=self.matrix_dtype(name), device=self.device)
         if len(embedding):
-            self.fill(embedding, f"{EMBEDDING}.weight", shape, rows)
+            self.fill(embedding, name, shape, rows)
         return embedding
 
     def linear(
@@ -117,7 +126,9 @@ class Reader:
             (name, outputs, section, share.inputs) for name, outputs, share in modules for section in share.outputs
         ]
         sizes = [length(section) for _, _, section, _ in sections]
-        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=self.dtype, device=self.device)
+        dtypes = {self.matrix_dtype(f"{name}.weight") for name, *_ in modules}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=dtype, device=self.device)
         for (name, outputs, section, columns), part in zip(sections, whole.split(sizes), strict=True):
             self.fill(part, f"{name}.weight", (outputs, inputs), section, columns)
         return whole
