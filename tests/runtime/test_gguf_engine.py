@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import gguf_pair
 from torch import Tensor
 
+from gguf_files import gguf_pair
 from quantkit.formats.gguf import TYPES
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
