@@ -1,4 +1,7 @@
-"""GGUF files run as they are: logits are those of the same numbers, decoded, in a folder with the model's own config."""
+"""GGUF files run as they are: logits are those of the same numbers, decoded, in a folder with the model's own config.
+
+Weights are multiplied in their blocks, embeddings looked up in theirs.
+"""
 
 from __future__ import annotations
 
