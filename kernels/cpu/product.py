@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from quantkit.kernels.cpu.bytes import dot, look_up
+from quantkit.kernels.cpu.bytes import dot, look_up, signed_byte
 from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
@@ -39,6 +39,7 @@ class Arguments(NamedTuple):
     groups: Value  # of a row of the weight
     blocks: Value  # of x in a group of the weight
     tiles: Value  # of a piece of work
+    outliers: Value  # the head of `token_rounding.Outliers`, where x has them
 
 
 class Kind(NamedTuple):
@@ -50,6 +51,7 @@ class Kind(NamedTuple):
     tokens: int  # at a time
     dtype: torch.dtype  # of y and bias
     scales: torch.dtype
+    outliers: bool = False  # columns of x are multiplied as they are: codes of 8 bits with one scale a row
 
     @property
     def sums(self) -> int:
@@ -94,6 +96,8 @@ def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value)
         with code.loop(0, held.blocks) as part:
             block = group * held.blocks + part
             _add_block(code, held, kind, codes, token, block, scales, zeros, sums)
+    if kind.outliers:
+        _add_outliers(code, held, kind, tile, token, sums)
     return [total.get() for total in sums]
 
 
@@ -130,6 +134,21 @@ def _add_block(
         number_sum = _as_float(code, [part.get() for part in whole[number]])
         factor = code.load(F32, held.x_scales, (token + number) * blocks + block) * kind.unit
         total.set(code.fma(number_sum, scales * factor.splat(ROWS), total.get()))
+
+
+def _add_outliers(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, sums: list[Variable]) -> None:
+    """What columns of x give that are multiplied in floats; tokens beyond the last read it again."""
+    count, columns, x, stride = (code.load(I64, held.outliers, place) for place in range(4))
+    scales = load_floats(code, kind.scales, ROWS, held.scales, tile * ROWS)
+    with code.loop(0, count) as number:
+        column = code.load(I32, columns, number).to(I64)
+        quad = code.load(I32.x(ROWS), held.codes, tile * held.inputs * (ROWS // 4) + (column >> 2) * ROWS)
+        weights = signed_byte(code, quad, column & 3).to(F32) * scales
+        for place, total in enumerate(sums):
+            last = held.tokens - 1
+            own = code.select(token + place < last, token + place, last)
+            value = load_floats(code, kind.dtype, 1, x, own * stride + column).at(0)
+            total.set(code.fma(weights, value.splat(ROWS), total.get()))
 
 
 def _as_float(code: Code, sums: list[Value]) -> Value:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, IntegerWeight, QuantizedWeight
+from quantkit.formats.base import InputRounding
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
-from quantkit.kernels.cpu.installed import can_compile
+from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.weight import padded
 
 if TYPE_CHECKING:
@@ -63,14 +64,18 @@ class Tiles:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
-    def plan(self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> Plan:
+    def plan(
+        self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int, outliers: bool = False
+    ) -> Plan:
         """How this weight is multiplied with so many tokens."""
-        asked = (digits, tokens, outputs, dtype, threads)
+        asked = (digits, tokens, outputs, dtype, threads, outliers)
         if asked not in self._plans:
             self._plans[asked] = self._new_plan(*asked)
         return self._plans[asked]
 
-    def _new_plan(self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> Plan:
+    def _new_plan(
+        self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int, outliers: bool
+    ) -> Plan:
         from quantkit.kernels.cpu.processor import this_processor
         from quantkit.kernels.cpu.product import Kind, kernel
 
@@ -78,8 +83,9 @@ class Tiles:
         count, groups = len(self.codes), self.scales.shape[1]
         each = max(1, count // (_PIECES * threads))
         inputs, zeros = groups * self.group, 0 if self.zeros is None else self.zeros.data_ptr()
+        kind = Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype, outliers)
         return Plan(
-            kernel=kernel(Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype)),
+            kernel=kernel(kind),
             weight=(self.codes.data_ptr(), self.scales.data_ptr(), zeros),
             sizes=(outputs, inputs, groups, self.group // self.block, each),
             room=padded(tokens, together),
@@ -100,7 +106,7 @@ class Tiles:
 
 def tiles_of(weight: QuantizedWeight) -> Tiles | None:
     """Of a weight whose groups are contiguous and all of one size; None where they are no whole steps, and for FP8."""
-    if not can_compile():
+    if not installed.can_compile():
         return None
     if isinstance(weight, IntegerWeight):
         return _of_integers(weight)
@@ -168,14 +174,23 @@ def _block(group: int) -> int | None:
     return next((size for size in range(_LARGEST_BLOCK, 0, -16) if group % size == 0), None)
 
 
-def multiply(x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int) -> Tensor:
-    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used."""
+def multiply(
+    x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int, rounding: InputRounding | None = None
+) -> None:
+    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used; one
+    where a format says how x is rounded."""
     from quantkit.kernels.cpu.activations import in_digits
     from quantkit.kernels.cpu.pool import shared_pool
+    from quantkit.kernels.cpu.token_rounding import find_outliers, in_one_digit
 
     pool, tokens = shared_pool(), y.shape[0]
-    plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads)
-    held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs)
+    threshold = None if rounding is None else rounding.outlier_threshold
+    plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads, threshold is not None)
+    outliers = None if threshold is None else find_outliers(pool, x, threshold, plan.inputs)
+    if rounding is None:
+        held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs)
+    else:
+        held = in_one_digit(pool, x, outliers, tiles.block, plan.room, plan.inputs)
     own = [held.values, plan.room, held.scales, held.sums, 0 if bias is None else bias.data_ptr(), y.data_ptr()]
-    pool.run(plan.kernel, [*plan.weight, *own, tokens, *plan.sizes], plan.pieces)
-    return y
+    last = 0 if outliers is None else outliers.head
+    pool.run(plan.kernel, [*plan.weight, *own, tokens, *plan.sizes, last], plan.pieces)
