@@ -1,4 +1,7 @@
-"""GGUF files run as they are: logits are those of the same numbers, decoded, in a folder with the model's own config."""
+"""GGUF files run as they are: logits are those of the same numbers, decoded, in a folder with the model's own config.
+
+Weights are multiplied in their blocks, embeddings looked up in theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import gguf_pair
 from torch import Tensor
 
+from gguf_files import gguf_pair
 from quantkit.formats.gguf import TYPES
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
