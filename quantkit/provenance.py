@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.checkpoint import Checkpoint
+from quantkit.gguf_view import IMPORT_RECORD
 from quantkit.sources import model_folder
 
 QUANTIZATION_LOG = "quantization_log.jsonl"
-IMPORT_RECORD = "gguf_import.json"
 _TRAINING_RECORD = "training.json"
 
 
@@ -100,11 +100,6 @@ def origin_of(folder: Path) -> Origin:
     if "data_sha256" in training or isinstance(training.get("stages"), list):
         return _trained(training)
     return _imported(_first_object(folder / IMPORT_RECORD))
-
-
-def import_record(file: str | Path, tensor_types: dict[str, int]) -> dict[str, Any]:
-    """What `quantkit import` leaves in its folder; the name alone, no path of this machine."""
-    return {"file": Path(file).name, "tensor_types": tensor_types}
 
 
 def carried_log(folder: Path) -> str:

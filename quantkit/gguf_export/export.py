@@ -16,8 +16,9 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.gguf_export.file import FileTensor, check_file, write_gguf
 from quantkit.gguf_export.metadata import ARCHITECTURES, exportable_family, filled_config, model_keys, window_note
 from quantkit.gguf_export.rope import rope_tables
-from quantkit.gguf_export.tensors import TensorPlace, tensor_places
+from quantkit.gguf_export.tensors import arranged, tensor_places
 from quantkit.gguf_export.tokenizer import tokenizer_keys
+from quantkit.gguf_import.placement import Placement
 from quantkit.progress import Progress, silent
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
@@ -46,7 +47,7 @@ class Exported:
     source: Checkpoint
     architecture: str
     keys: Mapping[str, Any]
-    places: tuple[TensorPlace, ...]
+    places: tuple[Placement, ...]
     tables: Mapping[str, Tensor]  # tensors that the folder does not have
     notes: tuple[str, ...]
 
@@ -73,7 +74,7 @@ def write_model(
     model: Exported,
     output: Path,
     file_type: LlamaFileType,
-    tensor: Callable[[TensorPlace], FileTensor],
+    tensor: Callable[[Placement], FileTensor],
     *,
     exact: bool,
     overwrite: bool = False,
@@ -94,15 +95,15 @@ def write_model(
     return ExportReport(str(output), _format_of(model.source), matrices, types, size, exact, model.notes)
 
 
-def plain_tensor(source: Checkpoint, place: TensorPlace, kind: str) -> FileTensor:
+def plain_tensor(source: Checkpoint, place: Placement, kind: str) -> FileTensor:
     """A tensor of the folder in one of the types without blocks."""
 
     def make() -> Tensor:
-        tensor = source.tensor(place.source)
-        require_finite(place.source, tensor)
-        return place.arranged(tensor)
+        tensor = source.tensor(place.target)
+        require_finite(place.target, tensor)
+        return arranged(tensor, place)
 
-    return FileTensor(place.target, place.shape, kind, make)
+    return FileTensor(place.source, place.shape, kind, make)
 
 
 def export_gguf(

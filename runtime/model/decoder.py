@@ -15,6 +15,7 @@ from quantkit.arch.family import LATENT_EPS
 from quantkit.runtime.model import latent_attention
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.embedding import BlockEmbedding
 from quantkit.runtime.model.latent_attention import LatentStep, divide_step
 from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
 from quantkit.runtime.model.ops import Ops
@@ -87,7 +88,10 @@ class Decoder:
         """Of tokens, [tokens, hidden], on every rank of the first stage: the one that has a token's row adds it."""
         first = self._ranks.vocabulary(self.config.vocab).start
         own = ids - first if first else ids  # those of others have no row here
-        return self._group.all_reduce(self._ops.embed(own, self.weights.embedding, scale=scale))
+        table = self.weights.embedding
+        if isinstance(table, BlockEmbedding):
+            own, table = table.look_up(own)
+        return self._group.all_reduce(self._ops.embed(own, table, scale=scale))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
+from quantkit.runtime.model.embedding import EMBEDDING
 
 
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
@@ -22,6 +23,8 @@ def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     for name, stored in checkpoint.tensors.items():
         item = torch.float32.itemsize if name in precise else dtype.itemsize
         found[name] = math.prod(stored.info.shape) * item if name in plain else stored.nbytes
+    if EMBEDDING in checkpoint.formats and family and family.tied(config):
+        found |= {name: 2 * found[name] for name in checkpoint.part_names(EMBEDDING)}  # laid out for the head as well
     for module in family.decoded_at_load(config) if family else ():
         if module in checkpoint.formats:
             first, *others = checkpoint.part_names(module)

@@ -115,15 +115,15 @@ def test_length_field_beyond_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_other_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, write_gguf(tmp_path / "f.gguf", arch="gemma2"))
-    assert "'gemma2'" in line
-    assert "llama, qwen2, qwen3" in line
+    line = refused(capsys, write_gguf(tmp_path / "f.gguf", arch="mamba"))
+    assert "'mamba'" in line
+    assert "gemma2, gemma3, llama, phi3, qwen2, qwen2moe, qwen3, qwen3moe" in line
 
 
 @pytest.mark.parametrize(
     ("key", "value", "word"),
     [
-        ("llama.expert_count", 8, "mixture of experts"),
+        ("llama.expert_count", 8, "lacks the metadata 'llama.expert_used_count'"),
         ("split.count", 3, "one of 3 parts"),
         ("llama.attention.head_count", 0, "positive number"),
         ("llama.attention.head_count", [2, 4], "positive number"),

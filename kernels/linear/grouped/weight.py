@@ -224,7 +224,7 @@ def why_not(formats: Iterable[Format | None], inputs: int) -> str | None:
         return "they are in different formats"
     if fmt is None or eight_bit.takes(fmt):
         return None
-    return weight_only.why_not(fmt.quantize(torch.ones(1, inputs)))
+    return weight_only.why_not(fmt.one_row(inputs))
 
 
 def lay_out_half(values: Tensor, bias: Tensor | None = None) -> GroupedHalf:

@@ -148,6 +148,9 @@ class Gguf(Format):
     def quantize(self, weight: Tensor) -> GgufWeight:
         raise InputError(f"weights are not rounded to {self.kind}; take a file that has it")
 
+    def one_row(self, inputs: int) -> GgufWeight:
+        return self.unpack({"weight": torch.zeros(1, self.nbytes((1, inputs)), dtype=torch.uint8)})
+
     def pack(self, quantized: QuantizedWeight) -> Parts:
         if not isinstance(quantized, GgufWeight) or quantized.kind != self.blocks:
             raise CannotHold(f"gguf is set to blocks of {self.kind}, which is not what the weights are")
