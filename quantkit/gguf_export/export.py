@@ -52,15 +52,15 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def exported(source: Checkpoint) -> Exported:
-    """Everything that can be refused is refused here."""
+def exported(source: Checkpoint, model: str | Path) -> Exported:
+    """Everything that can be refused is refused here. `model`: as it was named."""
     family = exportable_family(source.config)
     config = filled_config(source.config)
     places = tuple(tensor_places(source, family, config))
     vocabulary, split_note = tokenizer_keys(load_tokenizer(source.folder), source.folder, config["vocab_size"])
     keys = {
         "general.type": "model",
-        "general.name": source.folder.resolve().name,
+        "general.name": Path(model).absolute().name,
         "general.quantization_version": GGML_QUANT_VERSION,
         **model_keys(family, config),
         **vocabulary,
@@ -122,7 +122,7 @@ def export_gguf(
     kind = kind or _OF_DTYPE[source.dtype]
     if kind not in _PLAIN_FILES:
         raise InputError(f"tensor type '{kind}' is not known here; {did_you_mean(kind, _PLAIN_FILES)}")
-    found = exported(source)
+    found = exported(source, model)
     plain = partial(plain_tensor, source, kind=kind)
     exact = kind in ("F32", _OF_DTYPE[source.dtype])
     return write_model(

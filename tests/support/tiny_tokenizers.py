@@ -46,7 +46,7 @@ def save_sentencepiece(folder: Path, leading_space: bool = True) -> PreTrainedTo
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken("<tool>▁", normalized=False), AddedToken("<|user|>", normalized=False)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return _saved(tokenizer, folder, "<s>", "</s>", unk_token="<unk>")
+    return _saved(tokenizer, folder, "<s>", "</s>", unk_token="<unk>", pad_token="</s>")
 
 
 def _saved(tokenizer: Tokenizer, folder: Path, bos: str, eos: str, **roles: str) -> PreTrainedTokenizerFast:
