@@ -14,6 +14,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.engines import Layers, Verdict, verdicts
 from quantkit.errors import InputError
 from quantkit.expert_check import check_experts
+from quantkit.formats import dialect_of
 from quantkit.sources import model_folder
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -52,10 +53,10 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
     plain = sum(math.prod(checkpoint.tensors[name].info.shape) for name in checkpoint.plain_names())
     total = sum(stored.nbytes for stored in checkpoint.tensors.values())
     return Inspection(
-        folder=str(checkpoint.folder),
+        folder=str(checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.file),
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         dtype=checkpoint.dtype,
-        quant_method=(checkpoint.config.get("quantization_config") or {}).get("quant_method"),
+        quant_method=dialect_of(formats).quant_method if formats else None,
         parameters=quantized + plain,
         bytes=total,
         quantized_weights=quantized,

@@ -33,13 +33,15 @@ class Origin:
     kind: Literal["as given", "trained", "gguf"]
     stages: int = 0  # of training
     noisy_stages: int = 0  # the last ones, under rounding noise
-    file: str = ""  # that was imported
+    file: str = ""  # that was imported, or runs as it is
+    kept: bool = False  # in the blocks of that file; else its numbers were decoded
     tensor_types: dict[str, int] = field(default_factory=dict)  # of that file -> how many tensors
 
     def __str__(self) -> str:
         if self.kind == "gguf":
             types = ", ".join(f"{count} x {name}" for name, count in self.tensor_types.items())
-            return f"decoded from the GGUF file {self.file} ({types}), whose losses stay"
+            how = "run as it is, the GGUF file" if self.kept else "decoded from the GGUF file"
+            return f"{how} {self.file} ({types}), whose losses stay"
         if self.kind == "trained":
             if not self.noisy_stages:
                 return "trained for quantkit, without rounding noise"
@@ -115,7 +117,7 @@ def _imported(record: dict[str, Any]) -> Origin:
     if not isinstance(file, str) or not file or not isinstance(types, dict):
         return Origin("as given")
     counts = {_printable(str(name)): _count(number) for name, number in types.items()}
-    return Origin("gguf", file=_printable(file), tensor_types=counts)
+    return Origin("gguf", file=_printable(file), tensor_types=counts, kept=record.get("kept") is True)
 
 
 def _trained(record: dict[str, Any]) -> Origin:

@@ -90,7 +90,7 @@ def _answered(
                 advance("", len(questions))
     finally:
         llm.close()
-    dtype = str(llm.engine.runner.decoder.weights.embedding.dtype).removeprefix("torch.")
+    dtype = str(llm.engine.runner.decoder.weights.dtype).removeprefix("torch.")
     return found, f"{dtype} on {llm.engine.runner.device}"
 
 

@@ -99,7 +99,7 @@ def _started(engine: Engine, model: str, described: str, stages: Stages, first: 
     return Started(
         model=model,
         format=described if engine.options.head_bits is None else f"{described}, head {engine.options.head_bits} bit",
-        dtype=str(engine.runner.decoder.weights.embedding.dtype)[6:],
+        dtype=str(engine.runner.decoder.weights.dtype)[6:],
         kv_dtype=str(engine.runner.cache.pages.dtype)[6:],
         stages=stages.seconds,
         process_to_first_token=seconds_since_process_start() if first else None,
@@ -149,7 +149,7 @@ def describe_formats(folder: Path, engine: Engine) -> str:
     from quantkit.checkpoint import Checkpoint
 
     found = sorted({fmt.describe() for fmt in Checkpoint(model_folder(folder)).formats.values()})
-    described = ", ".join(found) or str(engine.runner.decoder.weights.embedding.dtype)[6:]
+    described = ", ".join(found) or str(engine.runner.decoder.weights.dtype)[6:]
     options = engine.options
     if options.tensor_parallel * options.pipeline_parallel == 1:
         return described

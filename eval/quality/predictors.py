@@ -98,7 +98,7 @@ class RuntimePredictor:
 
     def describe(self) -> Arithmetic:
         kernels = "Triton kernels" if self.engine.runner.device.type == "cuda" else "plain torch"
-        dtype = str(self.engine.runner.decoder.weights.embedding.dtype)[6:]
+        dtype = str(self.engine.runner.decoder.weights.dtype)[6:]
         detail = f"{kernels}, paged cache, step_tokens {self.step_tokens}"
         if self.engine.options.head_bits is not None:
             detail += f", head {self.engine.options.head_bits} bit"

@@ -45,7 +45,7 @@ class EngineModel(TemplateLM):  # type: ignore[misc]
     @property
     def dtype(self) -> torch.dtype:
         """Of activations."""
-        return self.llm.engine.runner.decoder.weights.embedding.dtype
+        return self.llm.engine.runner.decoder.weights.dtype
 
     @property
     def max_length(self) -> int:

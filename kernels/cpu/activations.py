@@ -23,7 +23,7 @@ from quantkit.kernels.cpu.floats import load_floats
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
 from quantkit.kernels.cpu.pool import Pool
 
-_LANES = 16
+LANES = 16
 _LARGEST = {1: 127.0, 2: 127.0 * 256, 3: 127.0 * 256 * 256}  # what is rounded up from there still fits
 
 
@@ -38,16 +38,20 @@ class Digits(NamedTuple):
 
 def in_digits(pool: Pool, x: Tensor, digits: int, block: int, tokens: int, inputs: int) -> Digits:
     """x [some tokens, some inputs], rows contiguous; the result has as many tokens and inputs as asked, zeros there."""
-    blocks = inputs // block
-    numbers = tokens * blocks  # of scales, and of the sums of a digit
+    held = room_for(x, digits, block, tokens, inputs)
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], held.values, tokens, inputs, held.scales, held.sums]
+    pool.run(_kernel(x.dtype, digits, block), [*arguments, inputs // block], x.shape[0])
+    return held
+
+
+def room_for(x: Tensor, digits: int, block: int, tokens: int, inputs: int) -> Digits:
+    """Memory for the digits of x; zeros where there are more tokens than x has."""
+    numbers = tokens * (inputs // block)  # of scales, and of the sums of a digit
     fill = torch.zeros if tokens > x.shape[0] else torch.empty
     memory = fill(digits * tokens * inputs + 4 * (1 + digits) * numbers, dtype=torch.int8)
     values = memory.data_ptr()
     scales = values + digits * tokens * inputs
-    sums = scales + 4 * numbers
-    arguments = [x.data_ptr(), x.stride(0), x.shape[1], values, tokens, inputs, scales, sums, blocks]
-    pool.run(_kernel(x.dtype, digits, block), arguments, x.shape[0])
-    return Digits(values, scales, sums, memory)
+    return Digits(values, scales, scales + 4 * numbers, memory)
 
 
 @cache
@@ -63,12 +67,12 @@ def _round_tokens(
     )
     with code.loop(first, last) as token, code.loop(0, blocks) as number:
         row, start, at = x + token * stride * dtype.itemsize, number * block, token * blocks + number
-        parts = [_load(code, dtype, row, start + offset, inputs) for offset in range(0, block, _LANES)]
+        parts = [load_inputs(code, dtype, row, start + offset, inputs) for offset in range(0, block, LANES)]
         scale, factor = _scale(code, parts, _LARGEST[digits])
         code.store(scale, scales, at)
-        sums = [code.constant(I32.x(_LANES), 0) for _ in range(digits)]
-        for offset, part in zip(range(0, block, _LANES), parts, strict=True):
-            whole = code.of_each("rint", part * factor.splat(_LANES)).to(I32)
+        sums = [code.constant(I32.x(LANES), 0) for _ in range(digits)]
+        for offset, part in zip(range(0, block, LANES), parts, strict=True):
+            whole = code.of_each("rint", part * factor.splat(LANES)).to(I32)
             for place, digit in enumerate(_cut(whole, digits)):
                 sums[place] = sums[place] + digit
                 code.store(digit.to(I8), values, (tokens * place + token) * padded + start + offset)
@@ -76,12 +80,12 @@ def _round_tokens(
             code.store(code.over_lanes("add", total), all_sums, tokens * blocks * place + at)
 
 
-def _load(code: Code, dtype: torch.dtype, row: Value, place: Value, inputs: Value) -> Value:
+def load_inputs(code: Code, dtype: torch.dtype, row: Value, place: Value, inputs: Value) -> Value:
     """16 inputs from a place on; zeros behind the last."""
-    part = code.variable(code.constant(F32.x(_LANES), 0.0))
-    with code.when(place + _LANES < inputs + 1):
-        part.set(load_floats(code, dtype, _LANES, row, place))
-    with code.when((place < inputs) & (inputs < place + _LANES)), code.loop(place, inputs) as one:
+    part = code.variable(code.constant(F32.x(LANES), 0.0))
+    with code.when(place + LANES < inputs + 1):
+        part.set(load_floats(code, dtype, LANES, row, place))
+    with code.when((place < inputs) & (inputs < place + LANES)), code.loop(place, inputs) as one:
         part.set(part.get().put(load_floats(code, dtype, 1, row, one).at(0), one - place))
     return part.get()
 

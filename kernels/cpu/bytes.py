@@ -46,9 +46,16 @@ def _fours(values: Value) -> Value:
     return pairs.pick(range(0, lanes // 2, 2)) + pairs.pick(range(1, lanes // 2, 2))
 
 
+def signed_byte(code: Code, quads: Value, place: Value) -> Value:
+    """One of the four bytes of each 32 bits, by a place from 0 to 3: codes of 8 bits, signed or larger by 128 as the
+    processor multiplies them."""
+    byte = (quads >> (place * 8).to(I32).splat(quads.type.lanes)) & 255
+    return (byte ^ 128) - 128 if code.processor.multiplies_signed else byte - 128
+
+
 def look_up(code: Code, table: Sequence[int], places: Value) -> Value:
     """Bytes of a table of 16, by places from 0 to 15."""
-    if code.processor.triple.startswith(("aarch64", "arm64")):
+    if code.processor.is_arm:
         name, size = "llvm.aarch64.neon.tbl1.v16i8", 16
     elif code.processor.vector == 64:
         name, size = "llvm.x86.avx512.pshuf.b.512", 64

@@ -11,9 +11,21 @@ BYTES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
 
 def load_floats(code: Code, dtype: torch.dtype, lanes: int, address: Value, place: Value | int = 0) -> Value:
     if dtype == torch.bfloat16:
-        halves = code.load(I16.x(lanes), address, place)
-        return (halves.to(I32, signed=False) << 16).view(F32.x(lanes))
+        return upper_halves(code, code.load(I16.x(lanes), address, place))
     return code.load((F16 if dtype == torch.float16 else F32).x(lanes), address, place).to(F32)
+
+
+def upper_halves(code: Code, halves: Value) -> Value:
+    """Float32 of which these 16 bits are the first, and zeros the rest.
+
+    ARM has one unit that shifts, and two that put lanes together.
+    """
+    lanes = halves.type.lanes
+    if not code.processor.is_arm or lanes == 1:
+        return (halves.to(I32, signed=False) << 16).view(F32.x(lanes))
+    both = code.join([code.constant(halves.type, 0), halves])
+    pairs = [place for lane in range(lanes) for place in (lane, lanes + lane)]
+    return both.pick(pairs).view(F32.x(lanes))
 
 
 def to_stored(code: Code, dtype: torch.dtype, values: Value) -> Value:

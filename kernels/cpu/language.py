@@ -102,10 +102,10 @@ class Value:
     def __xor__(self, other: Value | int) -> Value:
         return self._with(other, "", "xor")
 
-    def __lshift__(self, other: int) -> Value:
+    def __lshift__(self, other: Value | int) -> Value:
         return self._with(other, "", "shl")
 
-    def __rshift__(self, other: int) -> Value:
+    def __rshift__(self, other: Value | int) -> Value:
         return self._with(other, "", "lshr")
 
     def __lt__(self, other: Value | Number) -> Value:

@@ -161,7 +161,7 @@ def _wake(code: Code, pool: Value) -> None:
 
 def _pause(code: Code) -> None:
     """Let the other thread of the same core run, where there is one."""
-    if code.processor.triple.startswith(("aarch64", "arm64")):
+    if code.processor.is_arm:
         code.do("llvm.aarch64.hint", code.constant(I32, 1))
     else:
         code.do("llvm.x86.sse2.pause")

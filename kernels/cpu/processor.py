@@ -28,6 +28,10 @@ class Processor:
     dot: str
 
     @property
+    def is_arm(self) -> bool:
+        return self.triple.startswith(("aarch64", "arm64"))
+
+    @property
     def multiplies_signed(self) -> bool:
         """Bytes of codes are signed in `dot`; else they are unsigned."""
         return self.dot in ("sdot", "wide")

@@ -207,9 +207,9 @@ class Format(ABC):
         """Whether vLLM and SGLang have kernels for this layout that take activations in float16 only."""
         return False
 
-    def one_row(self, inputs: int) -> QuantizedWeight:
-        """Any weight of one row, for whoever asks which kernels take this format."""
-        return self.quantize(torch.ones(1, inputs))
+    def example(self, shape: Shape) -> QuantizedWeight:
+        """Any weight of this shape, for whoever asks which kernels take the format."""
+        return self.quantize(torch.ones(shape))
 
     def encode(self, weight: Tensor) -> Parts:
         """Nearest-rounded parts of a weight."""

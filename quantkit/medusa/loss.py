@@ -26,11 +26,11 @@ class LmHead:
 
     @classmethod
     def of(cls, engine: Engine, checkpoint: Checkpoint) -> LmHead:
-        (weight,) = engine.runner.decoder.weights.head.weights
+        weights = engine.runner.decoder.weights
+        (weight,) = weights.head.weights
         if not isinstance(weight, Tensor):
-            embedding = engine.runner.decoder.weights.embedding
-            weight = checkpoint.weight("lm_head", embedding.dtype, embedding.device)
-        return cls(weight, engine.config.logit_cap)
+            weight = checkpoint.weight("lm_head", weights.dtype, weights.embedding.device)
+        return cls(weight.to(weights.dtype), engine.config.logit_cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] in float32."""

@@ -62,8 +62,8 @@ def _guess_one(heads: MedusaHeads, lm_head: LmHead, embedding: Tensor, one: Trac
     ranks = torch.full((heads.count, len(positions)), RANKS)
     counted = torch.zeros(heads.count, len(positions), dtype=torch.bool)
     for part in positions.split(_ROWS):
-        h = one.states[part - 1].to(embedding.device, embedding.dtype)
-        ahead = heads.hidden(h, embedding[one.tokens[part].to(embedding.device)])
+        h = one.states[part - 1].to(embedding.device, heads.keep.dtype)
+        ahead = heads.hidden(h, embedding[one.tokens[part].to(embedding.device)].to(h.dtype))
         for head in range(heads.count):
             wanted = part + 1 + head
             inside = wanted <= last

@@ -112,12 +112,13 @@ def train_medusa(
             kv_tokens=SEQUENCES * texts.context,
             on_block=advance,
         )
-    lm_head, embedding = LmHead.of(llm.engine, checkpoint), llm.engine.runner.decoder.weights.embedding
+    weights = llm.engine.runner.decoder.weights
+    lm_head, embedding = LmHead.of(llm.engine, checkpoint), weights.embedding
     assert isinstance(embedding, Tensor)  # only GGUF files have it in blocks
     learned = _training_traces(llm, texts, prompts, options.seed, stage)
     heads = MedusaHeads(target.hidden_size, options.heads, options.layers).to(embedding.device)
     losses = fit(heads, lm_head, embedding, learned, options, stage)
-    heads = heads.to(torch.bfloat16).to(embedding.dtype).requires_grad_(False)  # as the file will hold them
+    heads = heads.to(torch.bfloat16).to(weights.dtype).requires_grad_(False)  # as the file will hold them
     measured = _heldout_traces(llm, texts, options, stage)
     choosing, judging = measured[::2], measured[1::2]
     heads.tree = choose_tree(accuracies(guess(heads, lm_head, embedding, choosing)), options.nodes)

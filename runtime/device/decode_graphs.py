@@ -94,7 +94,7 @@ class StepGraphs:
         self._device_rows = device_rows
         self.sizes = graph_sizes(device_rows.num_rows)
         device, most = device_rows.device, max(self.sizes[-1], _MOST_TOKENS)
-        dtype = decoder.weights.embedding.dtype
+        dtype = decoder.weights.dtype
         self._numbers = torch.zeros(4 * most + 2 * self.sizes[-1] + 8, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(most, decoder.config.hidden, dtype=dtype, device=device)
         self._ids = torch.zeros(most, dtype=torch.int64, device=device)

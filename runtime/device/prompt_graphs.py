@@ -45,7 +45,7 @@ class PromptGraphs:
         self._sequences = sorted({1 + min(_FEW, device_rows.num_rows), 1 + device_rows.num_rows})
         device, config = device_rows.device, decoder.config
         self._numbers = torch.zeros(4 * MOST_TOKENS + 3 * device_rows.num_rows + 8, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(MOST_TOKENS, config.hidden, dtype=decoder.weights.embedding.dtype, device=device)
+        self._hidden = torch.zeros(MOST_TOKENS, config.hidden, dtype=decoder.weights.dtype, device=device)
         self._ids = torch.zeros(MOST_TOKENS, dtype=torch.int64, device=device)
         self._graphs: dict[PromptKey, torch.cuda.CUDAGraph] = {}
 

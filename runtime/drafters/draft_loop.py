@@ -71,8 +71,8 @@ class DraftLoop:
         self._numbers = torch.zeros(_NUMBERS * (sequences + 1), dtype=torch.int64, device=device_rows.device)
         self._settings = _neutral(sequences, device_rows.device)
         # All graphs leave their logits in the same place, or each would keep its own for ever.
-        kept, embedding = sequences * padded_guesses(most), decoder.weights.embedding
-        self._logits = embedding.new_empty(kept, decoder.config.vocab)
+        kept, weights = sequences * padded_guesses(most), decoder.weights
+        self._logits = weights.embedding.new_empty(kept, decoder.config.vocab, dtype=weights.dtype)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self.seconds: dict[tuple[int, int], float] = {}  # sequences, guesses

@@ -34,7 +34,7 @@ class MedusaDrafter:
         self._hidden = torch.zeros(
             device_rows.num_rows + 1,
             decoder.config.hidden,
-            dtype=decoder.weights.embedding.dtype,
+            dtype=decoder.weights.dtype,
             device=device_rows.device,
         )
         # sequence -> its row, its stay and its length when its hidden state was left

@@ -88,10 +88,13 @@ class Decoder:
         """Of tokens, [tokens, hidden], on every rank of the first stage: the one that has a token's row adds it."""
         first = self._ranks.vocabulary(self.config.vocab).start
         own = ids - first if first else ids  # those of others have no row here
-        table = self.weights.embedding
+        table, dtype = self.weights.embedding, self.weights.dtype
         if isinstance(table, BlockEmbedding):
             own, table = table.look_up(own)
-        return self._group.all_reduce(self._ops.embed(own, table, scale=scale))
+        if table.dtype == dtype:
+            return self._group.all_reduce(self._ops.embed(own, table, scale=scale))
+        rows: Tensor = self._ops.embed(own, table).to(dtype)  # scaled in the dtype of the activations
+        return self._group.all_reduce(rows if scale is None else rows * scale)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from quantkit.kernels.linear.cpu.slabs import plain
@@ -139,3 +140,8 @@ class Weights:
     blocks: tuple[Block, ...]
     norm: Tensor | None  # on the last stage only
     head: Linear  # this rank's part of the vocabulary; without weights on later stages
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, and of norms and biases; matrices may have fewer bits (`reader.py`)."""
+        return self.blocks[0].before_attention.dtype

@@ -206,7 +206,7 @@ class _BlockReader:
 
     @property
     def _in_float32(self) -> _BlockReader:
-        return replace(self, reader=replace(self.reader, dtype=torch.float32))
+        return replace(self, reader=replace(self.reader, dtype=torch.float32, keeps_halves=False))
 
     def _kept(self, name: str, outputs: int, *, biased: bool = False) -> Linear:
         """A small linear of the block that quantizers leave as it is; it reads hidden states."""

@@ -28,6 +28,7 @@ from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.embedding import EMBEDDING, BlockEmbedding
 from quantkit.runtime.model.layers import Linear
 from quantkit.runtime.model.shards import GroupShare, Share, length, pieces
+from quantkit.runtime.model.weight_sizes import held_dtype
 
 # Largest relative difference between kernel and reference. Both round in the dtype of the activations.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -42,6 +43,7 @@ class Reader:
     dtype: torch.dtype
     device: torch.device
     tried_rows: int | None = None  # of each quantized layer; None: all
+    keeps_halves: bool = True  # matrices stay in 16 bits beside activations of float32, where kernels multiply both
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         place = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -80,10 +82,18 @@ class Reader:
             self._check_shape(EMBEDDING, self.checkpoint.layer_shape(EMBEDDING), shape)
             blocks = self.checkpoint.rows(f"{EMBEDDING}.weight", rows).to(self.device)
             return BlockEmbedding(fmt, blocks, self.dtype)
-        embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=self.dtype, device=self.device)
+        kept = self.matrix_dtype(f"{EMBEDDING}.weight")
+        embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=kept, device=self.device)
         if len(embedding):
             self.fill(embedding, f"{EMBEDDING}.weight", shape, rows)
         return embedding
+
+    def matrix_dtype(self, name: str) -> torch.dtype:
+        """In which a plain matrix is held."""
+        stored = self.checkpoint.tensors.get(name)
+        if stored is None or not self.keeps_halves or self.device.type != "cpu":
+            return self.dtype
+        return held_dtype(stored.info, self.dtype)
 
     def linear(
         self,
@@ -117,7 +127,9 @@ class Reader:
             (name, outputs, section, share.inputs) for name, outputs, share in modules for section in share.outputs
         ]
         sizes = [length(section) for _, _, section, _ in sections]
-        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=self.dtype, device=self.device)
+        dtypes = {self.matrix_dtype(f"{name}.weight") for name, *_ in modules}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        whole = torch.empty(sum(sizes), length(modules[0][2].inputs), dtype=dtype, device=self.device)
         for (name, outputs, section, columns), part in zip(sections, whole.split(sizes), strict=True):
             self.fill(part, f"{name}.weight", (outputs, inputs), section, columns)
         return whole

@@ -168,7 +168,7 @@ class Worker:
 
     def _logits(self, lists: Lists) -> None:
         weights = self._part.decoder.weights
-        hidden = weights.embedding.new_empty(lists[0][0], weights.embedding.shape[1])
+        hidden = weights.embedding.new_empty(lists[0][0], weights.embedding.shape[1], dtype=weights.dtype)
         self._part.decoder.logits(self._pipeline.group.broadcast(hidden))
 
     def _embed(self, lists: Lists) -> None:

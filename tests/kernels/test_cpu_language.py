@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from quantkit.kernels.cpu import float_product
 from quantkit.kernels.cpu.bytes import dot, look_up
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
@@ -101,6 +102,17 @@ def test_other_processors(processor: Processor) -> None:
         text = assembly("product", 3, partial(multiply, kind=kind), processor)
         wide = processor.dot == "pmaddubsw" and codes.digits
         assert ("vpm" if wide else INSTRUCTIONS[processor.dot]) in text
+
+
+@pytest.mark.parametrize("processor", KNOWN.values(), ids=KNOWN)
+def test_floats_on_other_processors(processor: Processor) -> None:
+    """They compile, and multiply and add in one instruction where there is one."""
+    for stored in (torch.bfloat16, torch.float8_e4m3fn):
+        kind = float_product.Kind(stored, torch.float32, torch.bfloat16, 4)
+        text = assembly("product", 3, partial(float_product.multiply, kind=kind), processor)
+        assert processor.cpu == "x86-64" or "fmla" in text or "vfmadd" in text
+    rounding = Kind(Codes(8, zero=0), 128, 1, 2, torch.bfloat16, torch.float32, outliers=True)
+    assert assembly("product", 3, partial(multiply, kind=rounding), processor)
 
 
 def test_every_piece_is_done_once() -> None:

@@ -23,7 +23,10 @@ from quantkit.formats import (
     Nf4,
     QuantizedWeight,
 )
-from quantkit.kernels.linear.cpu import slabs, tiled
+from quantkit.formats.ct_float8 import covering_scales, round_to_float8
+from quantkit.kernels.cpu import installed
+from quantkit.kernels.cpu.float8 import RAISED, round_tokens
+from quantkit.kernels.linear.cpu import float_rows, slabs
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.cpu.tiled import Tiles
 from quantkit.kernels.linear.fuse import join
@@ -51,7 +54,7 @@ PRODUCTS = ("as on this CPU", "no compiler and no 16-bit products")
 @pytest.fixture(autouse=True, params=PRODUCTS)
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "as on this CPU":
-        monkeypatch.setattr(tiled, "can_compile", lambda: False)
+        monkeypatch.setattr(installed, "can_compile", lambda: False)
         monkeypatch.setattr(cpu, "product_dtype", lambda dtype: torch.float32)
         monkeypatch.setattr(slabs, "product_dtype", lambda dtype: torch.float32)
 
@@ -166,7 +169,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = [CtPacked(bits=4, group_size=32), CtInt8(), Nf4(), LlmInt8()]
     assert {chosen(fmt, dtype) for fmt in packed for dtype in DTYPES} == {"tiles"}
     assert chosen(CtFloat8(), torch.bfloat16) == "slabs"
-    monkeypatch.setattr(tiled, "can_compile", lambda: False)
+    monkeypatch.setattr(installed, "can_compile", lambda: False)
     assert {chosen(fmt, torch.bfloat16) for fmt in packed} == {"slabs"}
 
 
@@ -197,16 +200,48 @@ def test_what_is_not_finite_stays_so(broken: float) -> None:
         assert not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", [False, True])
-def test_weights_that_are_not_quantized(biased: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stored", "dtype", "tokens", "inputs", "biased", "products"),
+    cover(DTYPES, DTYPES, (1, 2, 7, float_rows.MOST_TOKENS + 1), (96, 101), (False, True), PRODUCTS),
+    indirect=["products"],
+    ids=str,
+)
+def test_weights_that_are_not_quantized(
+    stored: torch.dtype, dtype: torch.dtype, tokens: int, inputs: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the dtype of x, or of 16 bits beside float32."""
     monkeypatch.setattr(slabs, "SLAB", 1000)  # several slabs, the last one smaller
-    weight, x = make_x(50, 96, dtype), make_x(7, 96, dtype, mean=1)
+    stored = stored if dtype == torch.float32 else dtype
+    weight, x = make_x(50, inputs, stored), make_x(2 * tokens, inputs, dtype, mean=1)[::2]
     bias = make_x(1, 50, dtype)[0] if biased else None
     y = slabs.plain(x, weight, bias)
     assert y.dtype == dtype
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert relative_error(y, exact) < LARGEST_ERROR[str(dtype)[6:]]
+
+
+@pytest.mark.parametrize("products", ["as on this CPU"], indirect=True)
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_outlier_columns_are_not_rounded(threshold: float, tokens: int) -> None:
+    """In the last columns, in neighbours, and in one token alone."""
+    fmt = LlmInt8(threshold=threshold)
+    x = make_x(tokens, 577, torch.bfloat16)
+    x[-1, [0, 5, 6, 575, 576]] = torch.tensor([6.0, -300.0, 77.0, 8.0, -70000.0], dtype=torch.bfloat16)
+    assert_close(x, fmt, make(fmt, 33, 577))
+
+
+def test_float8_rounds_as_torch_does() -> None:
+    """Every value with its neighbours and middles, too small and too large ones; one scale, or one for each half."""
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    near = torch.cat([every, (every[1:] + every[:-1]) / 2, torch.tensor([1e-6, 460.0, 1e9])])
+    x = torch.cat([near, -near, near * 1.001, near * 0.999])[None].repeat(3, 1)
+    for groups, scale in ((1, 1.0), (2, None)):
+        values, scales = round_tokens(x, groups, scale)
+        sizes = scales.repeat_interleave(x.shape[1] // groups, 1)
+        assert torch.equal(values / RAISED, round_to_float8(x, sizes).float())
+        expected = covering_scales(x.view(3, groups, -1).abs().amax(-1))
+        assert torch.equal(scales, expected if scale is None else torch.ones(3, 1))
 
 
 def test_four_bits_take_half_a_byte() -> None:

@@ -1,4 +1,7 @@
-"""GGUF files run as they are: logits are those of the same numbers, decoded, in a folder with the model's own config."""
+"""GGUF files run as they are: logits are those of the same numbers, decoded, in a folder with the model's own config.
+
+Weights are multiplied in their blocks, embeddings looked up in theirs.
+"""
 
 from __future__ import annotations
 
@@ -67,4 +70,5 @@ def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     file, folder = gguf_pair("llama", tmp_path, kind, **WIDE, tie_word_embeddings=kind in ("Q4_K", "Q8_0"))
     wanted = logits_of(folder)
     assert relative_error(logits_of(file), wanted) < 1e-4
-    assert relative_error(logits_of(file, "bfloat16"), wanted) < 0.03
+    halves = logits_of(file, "bfloat16")[: len(PROMPT)]  # a token after it may be another one
+    assert relative_error(halves, wanted[: len(PROMPT)]) < 0.03

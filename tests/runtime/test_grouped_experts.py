@@ -14,7 +14,7 @@ from quantkit.errors import QuantkitError
 from quantkit.eval.plan.on_gpu import look_on_gpu
 from quantkit.formats import CtFloat8, CtPacked, LlmInt8, Nf4
 from quantkit.kernels.card import KNOWN
-from quantkit.kernels.linear.cpu import tiled
+from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.grouped.weight import GroupedEightBit, GroupedHalf, GroupedPacked
 from quantkit.kernels.reference.elementwise import gated_activation
 from quantkit.kernels.reference.experts import sum_of_every_expert, sum_of_experts
@@ -52,7 +52,7 @@ def load_grouped(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks = R
 @pytest.fixture(autouse=True)
 def exact_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What experts one after the other compute is the measure here, so kernels of the CPU do not round their inputs."""
-    monkeypatch.setattr(tiled, "can_compile", lambda: False)
+    monkeypatch.setattr(installed, "can_compile", lambda: False)
 
 
 def run_dense(mlp: DenseMlp, x: Tensor, clip: tuple[float, float] | None = None) -> Tensor:

@@ -19,6 +19,8 @@ from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, Float8Weight, Int
 from quantkit.formats.codebook import table_of
 from quantkit.formats.ct_float8 import BLOCK
 from quantkit.formats.integer import middle_code
+from quantkit.kernels.cpu import installed
+from quantkit.kernels.linear.cpu import float_rows
 
 SLAB = 1 << 20  # weights decoded at a time: 2 to 4 MB, about what two cores keep in their caches
 
@@ -32,6 +34,7 @@ class Rows:
     scales  float [outputs, groups]
     zeros   float [outputs, groups] | None   whole numbers, less the middle code; None where all are 0
     table   float32 [values] | None
+    float8  codes are bits of float8 e4m3, and the table has all of its values
     """
 
     codes: Tensor
@@ -39,6 +42,7 @@ class Rows:
     zeros: Tensor | None = None
     table: Tensor | None = None
     paired: bool = False
+    float8: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +51,10 @@ class Rows:
     def decode(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """The weight of some outputs, [stop - start, inputs]: exact products of value and scale, rounded once."""
         codes = self.codes[start:stop]
+        if self.float8 and installed.can_compile():
+            from quantkit.kernels.cpu.float8 import widen
+
+            return widen(codes, self.scales[start:stop]).to(dtype)
         if self.paired:
             codes = torch.cat([codes << 4 >> 4, codes >> 4], 1)  # shifts keep the sign of int8
         if self.table is None:  # in 16 bits where the scales have the same: half the traffic, and codes are exact
@@ -65,8 +73,11 @@ def multiply(x: Tensor, rows: Rows, bias: Tensor | None, y: Tensor) -> Tensor:
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """For a weight that is not quantized: torch's own where it is fast, else slabs of float32."""
-    if x.device.type != "cpu" or product_dtype(x.dtype) == x.dtype:
+    """For a weight that is not quantized, perhaps in fewer bits than x: few tokens by a kernel, more by torch where it
+    multiplies x's dtype fast, else in slabs of float32."""
+    if float_rows.takes(x, weight):
+        return float_rows.multiply(x, weight, bias)
+    if x.device.type != "cpu" or product_dtype(x.dtype) == x.dtype == weight.dtype:
         return linear(x, weight, bias)
     y, wide = x.new_empty(x.shape[0], len(weight)), x.to(product_dtype(x.dtype))
     return _by_slabs(wide, lambda start, stop: weight[start:stop].to(wide.dtype), bias, y)
@@ -133,4 +144,4 @@ def _float8_rows(weight: Float8Weight) -> Rows:
     else:
         scales = scales.repeat_interleave(BLOCK, dim=0)[:outputs]
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    return Rows(weight.values.contiguous().view(torch.uint8), scales.contiguous(), table=table)
+    return Rows(weight.values.contiguous().view(torch.uint8), scales.contiguous(), table=table, float8=True)

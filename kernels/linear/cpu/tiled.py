@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, IntegerWeight, QuantizedWeight
+from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, GgufWeight, IntegerWeight, QuantizedWeight
+from quantkit.formats.base import InputRounding
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
-from quantkit.kernels.cpu.installed import can_compile
+from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.weight import padded
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
 _SHORT = 1024  # inputs of a row with one scale, up to which it is padded to whole steps and not to whole blocks
 _PIECES = 8  # of a product for each thread: who is free takes the next
+_WIDER = {3: 4, 5: 6}  # bits that codes get whose own make planes of one bit
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
 # Bytes of a vector -> digits of x -> tokens that share what was decoded, as far as there are registers for their sums.
 _AT_ONCE = {
@@ -35,7 +37,7 @@ class Plan(NamedTuple):
 
     kernel: int
     weight: tuple[int, ...]  # its first arguments
-    sizes: tuple[int, ...]  # its last
+    sizes: tuple[int, ...]  # its last but one
     room: int  # tokens that x has room for
     inputs: int
     pieces: int
@@ -49,6 +51,8 @@ class Tiles:
     scales  float [tiles, groups, 16]
     zeros   uint8 [tiles, groups, 16] | None
     block   inputs of x that share a scale; a group has one block or several
+    lows    [tiles, groups, 16] | None: what is added to every weight of a group; in the dtype of `scales`
+    outer   float16 [tiles, groups / every, 16] | None: scales and lows are int8 then, times these
     """
 
     meaning: Codes
@@ -57,31 +61,52 @@ class Tiles:
     zeros: Tensor | None
     group: int
     block: int
+    lows: Tensor | None = None
+    outer_scales: Tensor | None = None
+    outer_lows: Tensor | None = None
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        return self.codes.nbytes + sum(part.nbytes for part in self._numbers.values() if part is not None)
 
-    def plan(self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> Plan:
+    @property
+    def _numbers(self) -> dict[str, Tensor | None]:
+        """All but the codes."""
+        names = ("scales", "zeros", "lows", "outer_scales", "outer_lows")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def every(self) -> int:
+        """Groups that share an outer scale."""
+        return 1 if self.outer_scales is None else self.scales.shape[1] // self.outer_scales.shape[1]
+
+    def plan(
+        self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int, outliers: bool = False
+    ) -> Plan:
         """How this weight is multiplied with so many tokens."""
-        asked = (digits, tokens, outputs, dtype, threads)
+        asked = (digits, tokens, outputs, dtype, threads, outliers)
         if asked not in self._plans:
             self._plans[asked] = self._new_plan(*asked)
         return self._plans[asked]
 
-    def _new_plan(self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> Plan:
+    def _new_plan(
+        self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int, outliers: bool
+    ) -> Plan:
         from quantkit.kernels.cpu.processor import this_processor
         from quantkit.kernels.cpu.product import Kind, kernel
 
         together = max(count for count in _AT_ONCE[this_processor().vector][digits] if count <= tokens)
         count, groups = len(self.codes), self.scales.shape[1]
         each = max(1, count // (_PIECES * threads))
-        inputs, zeros = groups * self.group, 0 if self.zeros is None else self.zeros.data_ptr()
+        inputs = groups * self.group
+        lows = None if self.lows is None else self.lows.dtype
+        kind = Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype, self.every, lows, outliers)
+        scales, zeros, *others = (0 if part is None else part.data_ptr() for part in self._numbers.values())
         return Plan(
-            kernel=kernel(Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype)),
-            weight=(self.codes.data_ptr(), self.scales.data_ptr(), zeros),
-            sizes=(outputs, inputs, groups, self.group // self.block, each),
+            kernel=kernel(kind),
+            weight=(self.codes.data_ptr(), scales, zeros),
+            sizes=(outputs, inputs, groups, self.group // self.block, each, *others),
             room=padded(tokens, together),
             inputs=inputs,
             pieces=-(-count // each),
@@ -94,18 +119,28 @@ class Tiles:
             self,
             codes=torch.cat([part.codes for part in parts]),
             scales=torch.cat([part.scales for part in parts]),
-            zeros=None if self.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+            zeros=_joined([part.zeros for part in parts]),
+            lows=_joined([part.lows for part in parts]),
+            outer_scales=_joined([part.outer_scales for part in parts]),
+            outer_lows=_joined([part.outer_lows for part in parts]),
         )
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 def tiles_of(weight: QuantizedWeight) -> Tiles | None:
     """Of a weight whose groups are contiguous and all of one size; None where they are no whole steps, and for FP8."""
-    if not can_compile():
+    if not installed.can_compile():
         return None
     if isinstance(weight, IntegerWeight):
         return _of_integers(weight)
     if isinstance(weight, CodebookWeight):
         return _of_table(weight)
+    if isinstance(weight, GgufWeight):
+        return _of_blocks(weight)
     return _of_bytes(weight) if isinstance(weight, AbsmaxInt8Weight) else None
 
 
@@ -149,6 +184,32 @@ def _of_table(weight: CodebookWeight) -> Tiles | None:
     return _packed(meaning, weight.codes.view(weight.shape), weight.block_scales.view(weight.shape[0], -1))
 
 
+def _of_blocks(weight: GgufWeight) -> Tiles | None:
+    """Small scales and minimums stay whole numbers where a block has several."""
+    from quantkit.kernels.cpu.processor import this_processor
+    from quantkit.kernels.cpu.tiles import PLANES, Codes, by_tile
+
+    kind = weight.kind
+    shift = 128 if kind.bits == 8 and this_processor().multiplies_signed else 0
+    codes = weight.codes ^ shift if shift else weight.codes
+    # A plane of one bit needs steps of 32 inputs.
+    bits = kind.bits if weight.group % 32 == 0 or 1 not in PLANES[kind.bits] else _WIDER[kind.bits]
+    meaning = Codes(4, digits=(kind.table,)) if kind.table else Codes(bits, zero=kind.zero - shift)
+    outer_scales = outer_lows = None
+    if weight.scales is None:
+        scales, lows = weight.scale, weight.minimum
+    elif weight.block > weight.group:
+        scales, lows, outer_scales = weight.scales, weight.mins, weight.scale
+        outer_lows = None if weight.minimum is None else -weight.minimum
+    else:  # a cut went through blocks
+        scales, lows = weight.group_scales, weight.group_lows
+    packed = _packed(meaning, codes, scales)
+    lows, outer_scales, outer_lows = (
+        None if part is None else by_tile(part) for part in (lows, outer_scales, outer_lows)
+    )
+    return packed and replace(packed, lows=lows, outer_scales=outer_scales, outer_lows=outer_lows)
+
+
 def _packed(meaning: Codes, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tiles | None:
     from quantkit.kernels.cpu.tiles import by_tile, pack
 
@@ -168,14 +229,23 @@ def _block(group: int) -> int | None:
     return next((size for size in range(_LARGEST_BLOCK, 0, -16) if group % size == 0), None)
 
 
-def multiply(x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int) -> Tensor:
-    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used."""
+def multiply(
+    x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int, rounding: InputRounding | None = None
+) -> None:
+    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used; one
+    where a format says how x is rounded."""
     from quantkit.kernels.cpu.activations import in_digits
     from quantkit.kernels.cpu.pool import shared_pool
+    from quantkit.kernels.cpu.token_rounding import find_outliers, in_one_digit
 
     pool, tokens = shared_pool(), y.shape[0]
-    plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads)
-    held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs)
+    threshold = None if rounding is None else rounding.outlier_threshold
+    plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads, threshold is not None)
+    outliers = None if threshold is None else find_outliers(pool, x, threshold, plan.inputs)
+    if rounding is None:
+        held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs)
+    else:
+        held = in_one_digit(pool, x, outliers, tiles.block, plan.room, plan.inputs)
     own = [held.values, plan.room, held.scales, held.sums, 0 if bias is None else bias.data_ptr(), y.data_ptr()]
-    pool.run(plan.kernel, [*plan.weight, *own, tokens, *plan.sizes], plan.pieces)
-    return y
+    last = 0 if outliers is None else outliers.head
+    pool.run(plan.kernel, [*plan.weight, *own, tokens, *plan.sizes, last], plan.pieces)

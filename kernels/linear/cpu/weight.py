@@ -1,7 +1,7 @@
 """A linear layer's weight on a CPU, and which of the two ways it is multiplied.
 
-tiles  packed codes with x in whole numbers, for x of 16 bits (`tiled.py`)
-slabs  everything: decoded a part at a time (`slabs.py`)
+tiles  packed codes with x in whole numbers (`tiled.py`)
+slabs  everything: decoded a part at a time (`slabs.py`), FP8 for few tokens widened in registers (`float_rows.py`)
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, Float8Weight, Format, IntegerWeight, QuantizedWeight
+from quantkit.formats import (
+    AbsmaxInt8Weight,
+    CodebookWeight,
+    Float8Weight,
+    Format,
+    GgufWeight,
+    IntegerWeight,
+    QuantizedWeight,
+)
 from quantkit.formats.ct_float8 import BLOCK
 from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
-from quantkit.kernels.linear.cpu import slabs, tiled
+from quantkit.kernels.cpu import installed
+from quantkit.kernels.linear.cpu import float_rows, slabs, tiled
 from quantkit.kernels.linear.cpu.slabs import Rows, product_dtype, rows_of
 from quantkit.kernels.linear.cpu.tiled import Tiles, tiles_of
 from quantkit.kernels.linear.fuse import same
@@ -66,7 +75,7 @@ class CpuWeight(Untuned):
     def _differs(self, other: CpuWeight) -> bool:
         def sizes(tiles: Tiles | Rows) -> object:
             assert isinstance(tiles, Tiles)
-            return tiles.meaning, tiles.group, tiles.block, tiles.scales.shape[1:], tiles.scales.dtype
+            return tiles.meaning, tiles.group, tiles.block, tiles.scales.shape[1:], tiles.scales.dtype, tiles.every
 
         alike = (self.fmt, self.inputs, self.dtype) == (other.fmt, other.inputs, other.dtype)
         return not (alike and sizes(self.held) == sizes(other.held) and same(self.order, other.order))
@@ -82,6 +91,8 @@ def why_not(quantized: QuantizedWeight) -> str | None:
     if isinstance(quantized, CodebookWeight):
         across = quantized.shape[1] % quantized.block
         return f"blocks of {quantized.block} across the ends of rows of {quantized.shape[1]} inputs" if across else None
+    if isinstance(quantized, GgufWeight):
+        return None if installed.can_compile() and quantized.group % 16 == 0 else "GGUF blocks without their kernel"
     if isinstance(quantized, Float8Weight):
         ragged = quantized.scales.shape[1] > 1 and quantized.shape[1] % BLOCK
         return f"blocks of {BLOCK} that do not divide {quantized.shape[1]} inputs" if ragged else None
@@ -120,25 +131,36 @@ def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tenso
     y = x.new_empty(x.shape[0], weight.outputs) if out is None else out
     if y.numel() == 0:
         return y
-    if weight.fmt.input_rounding:
-        x = weight.fmt.served_inputs(x, weight.input_scale)
-    if weight.order is not None:
-        x = x[:, weight.order]
-    if isinstance(weight.held, Rows):
-        return slabs.multiply(x.to(product_dtype(weight.dtype)), weight.held, bias, y)
-    result = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
     x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
-    tiled.multiply(x, weight.held, bias, result, digits=_digits(weight, x.shape[0]))
+    result = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+    _multiply(x, weight, bias, result)
     return y if result is y else y.copy_(result)
 
 
+def _multiply(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> None:
+    held = weight.held
+    if isinstance(held, Rows) and held.float8 and x.shape[0] <= float_rows.MOST_TOKENS and installed.can_compile():
+        float_rows.multiply_float8(x, weight.fmt, weight.input_scale, held.codes, held.scales, bias, y)
+        return
+    if isinstance(held, Tiles):
+        x = x if weight.order is None else x[:, weight.order]
+        tiled.multiply(x, held, bias, y, digits=_digits(weight, x.shape[0]), rounding=weight.fmt.input_rounding)
+        return
+    if weight.fmt.input_rounding:
+        x = weight.fmt.served_inputs(x, weight.input_scale)
+    x = x if weight.order is None else x[:, weight.order]
+    slabs.multiply(x.to(product_dtype(weight.dtype)), held, bias, y)
+
+
 def _digits(weight: CpuWeight, tokens: int) -> int:
-    """Three are float32; of 16 bits two are more than enough, and one is as fast as many tokens can be. What a format
-    has rounded itself is not rounded to one again."""
+    """Three are float32; of 16 bits two are more than enough, and one is as fast as many tokens can be. Formats that
+    round x mean one."""
+    if weight.fmt.input_rounding:
+        return 1
     if weight.dtype == torch.float32:
         return 3
-    return 2 if tokens <= PRECISE_TOKENS or weight.fmt.input_rounding else 1
+    return 2 if tokens <= PRECISE_TOKENS else 1
 
 
 _KERNELS = by_name(Kernel("tiles", _run), Kernel("slabs", _run))

@@ -6,6 +6,6 @@ from __future__ import annotations
 
 from quantkit.formats.gguf.blocks import Blocks, pack, unpack
 from quantkit.formats.gguf.types import TYPES, BlockType
-from quantkit.formats.gguf.weight import Gguf, GgufWeight
+from quantkit.formats.gguf.weight import Gguf, GgufDialect, GgufWeight
 
-__all__ = ["TYPES", "BlockType", "Blocks", "Gguf", "GgufWeight", "pack", "unpack"]
+__all__ = ["TYPES", "BlockType", "Blocks", "Gguf", "GgufDialect", "GgufWeight", "pack", "unpack"]

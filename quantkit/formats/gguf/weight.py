@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold
 from quantkit.formats.base import (
+    Dialect,
+    EngineName,
     Format,
     Index,
     Narrowed,
@@ -21,6 +23,7 @@ from quantkit.formats.base import (
     QuantizedWeight,
     Refusal,
     Shape,
+    TensorInfo,
     check_choice,
     check_divides,
     scaled,
@@ -159,8 +162,10 @@ class Gguf(Format):
         """Scales and codes of the least error; errors in a column count by its importance [in]."""
         return _weight_of(search_blocks(weight, self.blocks, importance), self.blocks)
 
-    def one_row(self, inputs: int) -> GgufWeight:
-        return self.unpack({"weight": torch.zeros(1, self.nbytes((1, inputs)), dtype=torch.uint8)})
+    def example(self, shape: Shape) -> GgufWeight:
+        return self.unpack(
+            {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in self.parts(shape).items()}
+        )
 
     def pack(self, quantized: QuantizedWeight) -> Parts:
         if not isinstance(quantized, GgufWeight) or quantized.kind != self.blocks:
@@ -187,5 +192,19 @@ class Gguf(Format):
         return self.blocks.group
 
     def refusals(self) -> Iterator[Refusal]:
-        for engine in ("transformers", "vLLM", "SGLang"):
-            yield Refusal(engine, "reads blocks in GGUF files only, with loaders of its own")
+        engines: tuple[EngineName, ...] = ("transformers", "vLLM", "SGLang")
+        for engine in engines:
+            yield Refusal(engine, "takes no folder with GGUF blocks; give it the file itself, or import the file")
+
+
+class GgufDialect(Dialect):
+    """Layers in GGUF blocks lie in a GGUF file (`quantkit/gguf_view.py`); no folder holds them."""
+
+    quant_method: ClassVar[str] = "gguf"
+    formats: ClassVar[tuple[type[Format], ...]] = (Gguf,)
+
+    def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
+        raise CannotHold("a folder holds no GGUF blocks")
+
+    def read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Format]:
+        raise InputError("the config says gguf, but blocks are read from GGUF files only; give the .gguf file")

@@ -249,14 +249,14 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
     found = inspect_checkpoint(model_folder(model))
     schemes = sorted(found.schemes)
     memory, options = engine.memory, engine.options
-    embedding = engine.runner.decoder.weights.embedding
+    dtype = str(engine.runner.decoder.weights.dtype)[6:]
     head = [] if options.head_bits is None else [f"head {options.head_bits} bit"]
     return {
         "model": model,
-        "format": ", ".join([*(schemes or [str(embedding.dtype)[6:]]), *head]),
+        "format": ", ".join([*(schemes or [dtype]), *head]),
         "bits": found.quantized_bits_per_weight,
         "device": str(options.torch_device),
-        "dtype": str(embedding.dtype)[6:],
+        "dtype": dtype,
         "kv_dtype": str(engine.runner.cache.pages.dtype)[6:],
         "weights_bytes": memory.weights,
         "kv_tokens": memory.kv_tokens,

@@ -1,0 +1,109 @@
+"""Float8 e4m3 on a CPU: read as float32, and tokens rounded to it.
+
+The bits of a float8, put where a float32 has its sign, the end of its exponent and the beginning of its mantissa, mean
+2^-120 times the same number, also where it has no leading one. `load_float8` leaves it so: one factor of a sum of
+products costs nothing. So that products stay far from the smallest floats, what they are multiplied with is raised.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.cpu.compiling import compiled
+from quantkit.kernels.cpu.floats import load_floats, upper_halves
+from quantkit.kernels.cpu.language import F32, I8, I16, I32, Code, Value
+from quantkit.kernels.cpu.pool import shared_pool
+from quantkit.kernels.cpu.rows import LANES, along, as_argument, load_argument, load_integers
+
+RAISED = 2.0**64
+RAISED_UNIT = 2.0**120 / RAISED  # what a product of a raised number and a `load_float8` counts
+_LARGEST = 448.0
+
+
+def load_float8(code: Code, lanes: int, address: Value, place: Value) -> Value:
+    """Times 2^-120, as float32."""
+    halves = (code.load(I8.x(lanes), address, place).to(I16) << 4) & 0x87F0
+    return upper_halves(code, halves)
+
+
+def round_tokens(x: Tensor, groups: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    """x [tokens, inputs] in float8, as raised float32, and scales [tokens, groups]: those given, or the smallest."""
+    values, scales = torch.empty(x.shape), torch.empty(x.shape[0], groups)
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], groups, values.data_ptr(), scales.data_ptr()]
+    arguments.append(as_argument(scale or 0.0))
+    shared_pool().run(_rounding(x.dtype, scale is not None), arguments, x.shape[0])
+    return values, scales
+
+
+def widen(values: Tensor, scales: Tensor) -> Tensor:
+    """Float32 [rows, inputs] of float8 and their scales [rows, groups]."""
+    wide = torch.empty(values.shape)
+    arguments = [values.data_ptr(), scales.data_ptr(), wide.data_ptr(), values.shape[1], scales.shape[1]]
+    shared_pool().run(_widening(), arguments, len(values))
+    return wide
+
+
+@cache
+def _rounding(dtype: torch.dtype, given: bool) -> int:
+    return compiled("round_float8", 3, partial(_round, dtype=dtype, given=given))
+
+
+@cache
+def _widening() -> int:
+    return compiled("widen_float8", 3, _widen)
+
+
+def _round(code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, given: bool) -> None:
+    x, stride, inputs, groups, values, scales = load_integers(code, arguments, 6)
+    size = inputs // groups
+    with code.loop(first, last) as token, code.loop(0, groups) as group:
+        source = x + (token * stride + group * size) * dtype.itemsize
+        target = values + (token * inputs + group * size) * 4
+        scale = load_argument(code, arguments, 6) if given else _scale(code, dtype, source, size)
+        code.store(scale, scales, token * groups + group)
+
+        def write(place: Value, lanes: int, source: Value = source, to: Value = target, scale: Value = scale) -> None:
+            value = load_floats(code, dtype, lanes, source, place) // scale.splat(lanes)
+            code.store(rounded(code, value) * RAISED, to, place)
+
+        along(code, size, write)
+
+
+def _scale(code: Code, dtype: torch.dtype, source: Value, size: Value) -> Value:
+    """That brings the largest of some numbers to the largest float8; 1 where all are 0."""
+    most = {lanes: code.variable(code.constant(F32.x(lanes), 0.0)) for lanes in (LANES, 1)}
+
+    def look(place: Value, lanes: int) -> None:
+        size = code.of_each("fabs", load_floats(code, dtype, lanes, source, place))
+        most[lanes].set(code.of_each("maximum", most[lanes].get(), size))
+
+    along(code, size, look)
+    largest = code.of_each("maximum", code.over_lanes("fmaximum", most[LANES].get()), most[1].get().at(0))
+    return code.select(largest.equals(0.0), code.constant(F32, 1.0), largest // code.constant(F32, _LARGEST))
+
+
+def rounded(code: Code, value: Value) -> Value:
+    """To the nearest float8, ties to even; what is too large becomes the largest."""
+    limit = code.constant(value.type, _LARGEST)
+    lowest = code.constant(value.type, -_LARGEST)
+    value = code.of_each("maximum", code.of_each("minimum", value, limit), lowest)
+    bits = value.view(I32.x(value.type.lanes))
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).view(value.type)
+    small = code.of_each("rint", value * 512.0) * (1 / 512)
+    return code.select(code.of_each("fabs", value) < 2.0**-6, small, normal)
+
+
+def _widen(code: Code, arguments: Value, first: Value, last: Value) -> None:
+    values, scales, wide, inputs, groups = load_integers(code, arguments, 5)
+    size = inputs // groups
+    with code.loop(first, last) as row, code.loop(0, groups) as group:
+        scale, start = code.load(F32, scales, row * groups + group), row * inputs + group * size
+
+        def write(place: Value, lanes: int, scale: Value = scale, start: Value = start) -> None:
+            value = load_float8(code, lanes, values, start + place) * 2.0**120
+            code.store(value * scale.splat(lanes), wide, start + place)
+
+        along(code, size, write)

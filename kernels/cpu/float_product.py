@@ -1,0 +1,146 @@
+"""y = x @ weight.T + bias for a weight of floats in 16 or 8 bits, widened in registers and multiplied in float32.
+
+The weight lies in rows, as a checkpoint has it, so an embedding can be an output layer without a copy. A thread has a
+few outputs at a time. It reads their rows from left to right with the same inputs of a few tokens, and adds up the
+lanes at the end. Weights of 8 bits have scales for groups of inputs, and x may have scales for the same groups.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from quantkit.kernels.cpu.compiling import compiled
+from quantkit.kernels.cpu.float8 import RAISED_UNIT, load_float8
+from quantkit.kernels.cpu.floats import load_floats, store_floats
+from quantkit.kernels.cpu.language import F32, I64, Code, Value
+from quantkit.kernels.cpu.processor import this_processor
+from quantkit.kernels.cpu.rows import total
+
+
+class Arguments(NamedTuple):
+    """Addresses and sizes, in their order."""
+
+    weight: Value  # [outputs, inputs], contiguous
+    scales: Value  # float32 [outputs, groups], of 8 bits
+    x: Value
+    x_stride: Value
+    x_scales: Value  # float32 [tokens, groups], where x has them
+    bias: Value  # 0: none
+    y: Value  # [tokens, outputs], contiguous
+    tokens: Value
+    outputs: Value
+    inputs: Value
+    groups: Value  # 1 where there are no scales
+    each: Value  # outputs of a piece of work, whole turns
+
+
+class Kind(NamedTuple):
+    """What kernels are compiled for. Where the weight has 8 bits, x is raised (`float8.py`)."""
+
+    stored: torch.dtype  # of the weight
+    read: torch.dtype  # of x
+    dtype: torch.dtype  # of y and bias
+    tokens: int  # at a time
+    x_scaled: bool = False
+
+    @property
+    def scaled(self) -> bool:
+        return self.stored == torch.float8_e4m3fn
+
+
+class Turn(NamedTuple):
+    """What is read together."""
+
+    rows: list[Value]
+    tokens: list[Value]
+
+
+def rows_at_once(vector: int) -> int:
+    """As many as registers hold sums for, four tokens each: vectors of 32 bytes have half as many."""
+    return 2 if vector == 32 else 4
+
+
+@cache
+def kernel(kind: Kind) -> int:
+    return compiled("float_product", 3, partial(multiply, kind=kind))
+
+
+def pieces(outputs: int, threads: int) -> tuple[int, int]:
+    """Outputs of a piece, and how many pieces there are: several for each thread."""
+    rows = rows_at_once(this_processor().vector)
+    each = max(1, outputs // (8 * threads * rows)) * rows
+    return each, -(-outputs // each)
+
+
+def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
+    held = Arguments(*(code.load(I64, arguments, place) for place in range(len(Arguments._fields))))
+    rows, end = rows_at_once(code.processor.vector), last * held.each
+    with (
+        code.loop(first * held.each, code.select(end < held.outputs, end, held.outputs), rows) as row,
+        code.loop(0, held.tokens, kind.tokens) as token,
+    ):
+        # at the ends the last one is read, computed and stored again
+        turn = Turn(_places(code, row, rows, held.outputs), _places(code, token, kind.tokens, held.tokens))
+        sums = _sums(code, held, kind, turn)
+        for (output, place), value in zip(product(turn.rows, turn.tokens), sums, strict=True):
+            _store(code, held, kind, place, output, value)
+
+
+def _places(code: Code, start: Value, count: int, end: Value) -> list[Value]:
+    places = (start + number for number in range(count))
+    return [code.select(place < end, place, end - 1) for place in places]
+
+
+def _sums(code: Code, held: Arguments, kind: Kind, turn: Turn) -> list[Value]:
+    """One number for each row and token."""
+    if not kind.scaled:
+        return _of_group(code, held, kind, turn, code.constant(I64, 0), held.inputs)
+    totals = [code.variable(code.constant(F32, 0.0)) for _ in product(*turn)]
+    group = held.inputs // held.groups
+    with code.loop(0, held.groups) as number:
+        parts = _of_group(code, held, kind, turn, number * group, (number + 1) * group)
+        for (row, token), part, value in zip(product(*turn), parts, totals, strict=True):
+            factor = code.load(F32, held.scales, row * held.groups + number) * RAISED_UNIT
+            if kind.x_scaled:
+                factor = factor * code.load(F32, held.x_scales, token * held.groups + number)
+            value.set(code.fma(part, factor, value.get()))
+    return [value.get() for value in totals]
+
+
+def _of_group(code: Code, held: Arguments, kind: Kind, turn: Turn, start: Value, stop: Value) -> list[Value]:
+    """The same over some of the inputs: many lanes at a time, then one by one."""
+    lanes = max(16 // kind.tokens, code.processor.vector // 4)
+    sums = {count: [code.variable(code.constant(F32.x(count), 0.0)) for _ in product(*turn)] for count in (lanes, 1)}
+
+    def add(place: Value, count: int) -> None:
+        x = [load_floats(code, kind.read, count, held.x, token * held.x_stride + place) for token in turn.tokens]
+        of_token = iter(sums[count])
+        for row in turn.rows:
+            weight = _load_weight(code, held, kind, row * held.inputs + place, count)
+            for values in x:
+                value = next(of_token)
+                value.set(code.fma(weight, values, value.get()))
+
+    whole = start + (stop - start) // lanes * lanes
+    with code.loop(start, whole, lanes) as place:
+        add(place, lanes)
+    with code.loop(whole, stop) as place:
+        add(place, 1)
+    return [total(many.get()) + one.get().at(0) for many, one in zip(sums[lanes], sums[1], strict=True)]
+
+
+def _load_weight(code: Code, held: Arguments, kind: Kind, place: Value, lanes: int) -> Value:
+    if kind.scaled:
+        return load_float8(code, lanes, held.weight, place)
+    return load_floats(code, kind.stored, lanes, held.weight, place)
+
+
+def _store(code: Code, held: Arguments, kind: Kind, token: Value, output: Value, value: Value) -> None:
+    result = code.variable(value.splat(1))
+    with code.when(code.constant(I64, 0) < held.bias):
+        result.set(result.get() + load_floats(code, kind.dtype, 1, held.bias, output))
+    store_floats(code, kind.dtype, result.get(), held.y, token * held.outputs + output)

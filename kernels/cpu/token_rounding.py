@@ -1,0 +1,138 @@
+"""Tokens in one digit of 8 bits with one scale each, as formats that round their inputs mean it. The result is as in
+`activations.py`, with a token's scale in all of its blocks.
+
+W8A8 rounds all inputs. LLM.int8 looks at them in float16 and leaves out the columns in which any token has an outlier:
+they are zeros here, and `product.py` adds what they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.cpu.activations import LANES, Digits, load_inputs, room_for
+from quantkit.kernels.cpu.compiling import compiled
+from quantkit.kernels.cpu.floats import load_floats, rounded
+from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
+from quantkit.kernels.cpu.pool import Pool
+from quantkit.kernels.cpu.rows import along, as_argument, load_argument, load_integers
+
+HEAD = 4  # numbers: how many outlier columns there are, where they are listed, x, its stride
+
+
+class Outliers(NamedTuple):
+    """Columns that are multiplied as they are: addresses in one piece of memory, which lives as long as this does."""
+
+    head: int  # int64 [HEAD], which `product.py` reads
+    largest: int  # float32 [inputs]: the largest size in a column
+    threshold: float
+    memory: Tensor
+
+
+def find_outliers(pool: Pool, x: Tensor, threshold: float, inputs: int) -> Outliers:
+    """Columns in which a size is at least the threshold, where that is not 0; x padded to so many inputs."""
+    memory = torch.empty(HEAD + inputs, dtype=torch.int64)
+    head = memory.data_ptr()
+    columns = head + 8 * HEAD
+    largest = columns + 4 * inputs
+    threshold = threshold or float("inf")
+    arguments = [x.data_ptr(), x.stride(0), *x.shape, head, columns, largest, as_argument(threshold)]
+    pool.run(_finding(x.dtype), arguments, 1)
+    return Outliers(head, largest, threshold, memory)
+
+
+def in_one_digit(pool: Pool, x: Tensor, outliers: Outliers | None, block: int, tokens: int, inputs: int) -> Digits:
+    """Arguments and result as those of `activations.in_digits`; without outliers as in W8A8, with them LLM.int8."""
+    held = room_for(x, 1, block, tokens, inputs)
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], held.values, inputs, held.scales, held.sums, inputs // block]
+    arguments += [0, 0] if outliers is None else [outliers.largest, as_argument(outliers.threshold)]
+    pool.run(_rounding(x.dtype, block, outliers is not None), arguments, x.shape[0])
+    return held
+
+
+@cache
+def _finding(dtype: torch.dtype) -> int:
+    return compiled("outliers", 3, partial(_find, dtype=dtype))
+
+
+@cache
+def _rounding(dtype: torch.dtype, block: int, outliers: bool) -> int:
+    return compiled("token_digits", 3, partial(_round_tokens, dtype=dtype, block=block, outliers=outliers))
+
+
+def _find(code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype) -> None:
+    x, stride, tokens, inputs, head, columns, largest = load_integers(code, arguments, 7)
+    threshold = load_argument(code, arguments, 7)
+    count = code.variable(code.constant(I64, 0))
+
+    def look(place: Value, lanes: int) -> None:
+        most = code.variable(code.constant(F32.x(lanes), 0.0))
+        with code.loop(0, tokens) as token:
+            values = rounded(code, torch.float16, load_floats(code, dtype, lanes, x, token * stride + place))
+            most.set(code.of_each("maximum", most.get(), code.of_each("fabs", values)))
+        code.store(most.get(), largest, place)
+        top = most.get().at(0) if lanes == 1 else code.over_lanes("fmaximum", most.get())
+        small = top < threshold
+        with code.when(small.equals(0)), code.loop(place, place + lanes) as column:
+            size = code.load(F32, largest, column)
+            with code.when((size < threshold).equals(0)):
+                code.store(column.to(I32), columns, count.get())
+                count.set(count.get() + 1)
+
+    along(code, inputs, look)
+    for number, value in enumerate((count.get(), columns, x, stride)):
+        code.store(value, head, number)
+
+
+def _round_tokens(
+    code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, block: int, outliers: bool
+) -> None:
+    x, stride, inputs, values, padded, scales, sums, blocks, largest = load_integers(code, arguments, 9)
+    threshold = load_argument(code, arguments, 9)
+
+    def inputs_at(row: Value, place: Value) -> Value:
+        """16 of them, zeros for outliers and after the last."""
+        part = load_inputs(code, dtype, row, place, inputs)
+        if not outliers:
+            return part
+        fits = code.load(F32.x(LANES), largest, place) < threshold.splat(LANES)
+        return code.select(fits, rounded(code, torch.float16, part), code.constant(part.type, 0.0))
+
+    with code.loop(first, last) as token:
+        row = x + token * stride * dtype.itemsize
+        most = code.variable(code.constant(F32.x(LANES), 0.0))
+        with code.loop(0, padded, LANES) as place:
+            most.set(code.of_each("maximum", most.get(), code.of_each("fabs", inputs_at(row, place))))
+        scale, digits_of = _scale(code, code.over_lanes("fmaximum", most.get()), outliers)
+        with code.loop(0, blocks) as number:
+            total = code.constant(I32.x(LANES), 0)
+            for offset in range(0, block, LANES):
+                start = number * block + offset
+                digit = digits_of(inputs_at(row, start))
+                total = total + digit
+                code.store(digit.to(I8), values, token * padded + start)
+            at = token * blocks + number
+            code.store(scale, scales, at)
+            code.store(code.over_lanes("add", total), sums, at)
+
+
+def _scale(code: Code, most: Value, outliers: bool) -> tuple[Value, Callable[[Value], Value]]:
+    """Of a token with this largest size, and how its inputs become digits."""
+    if outliers:
+        least = code.constant(F32, 1e-30)
+        factor = code.constant(F32, 127.0) // code.of_each("maximum", most, least)
+        scale = most // code.constant(F32, 127.0)
+        return scale, lambda part: code.of_each("rint", part * factor.splat(LANES)).to(I32)
+    one = code.constant(F32, 1.0)
+    scale = code.select(most.equals(0.0), one, most) // code.constant(F32, 127.5)
+
+    def digits_of(part: Value) -> Value:
+        low, high = (code.constant(part.type, limit) for limit in (-128.0, 127.0))
+        fitting = code.of_each("minimum", code.of_each("maximum", part // scale.splat(LANES), low), high)
+        return code.of_each("rint", fitting).to(I32)
+
+    return scale, digits_of
