@@ -70,4 +70,5 @@ def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     file, folder = gguf_pair("llama", tmp_path, kind, **WIDE, tie_word_embeddings=kind in ("Q4_K", "Q8_0"))
     wanted = logits_of(folder)
     assert relative_error(logits_of(file), wanted) < 1e-4
-    assert relative_error(logits_of(file, "bfloat16"), wanted) < 0.03
+    halves = logits_of(file, "bfloat16")[: len(PROMPT)]  # a token after it may be another one
+    assert relative_error(halves, wanted[: len(PROMPT)]) < 0.03
