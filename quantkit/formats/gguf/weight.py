@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from quantkit.errors import CannotHold
+from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     Dialect,
     EngineName,
