@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gguf import GGML_QUANT_VERSION, LlamaFileType
@@ -77,18 +78,22 @@ def write_model(
     tensor: Callable[[Placement], FileTensor],
     *,
     exact: bool,
+    more: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
     on_tensor: Progress = silent,
+    verify: Callable[[Path], None] = lambda file: None,
 ) -> ExportReport:
-    """Writes a file whose tensors are those that `tensor` says; vectors and tables are float32."""
+    """Writes a file whose matrices are those that `tensor` says; vectors and tables are float32. `more`: further keys;
+    `verify` reads the file before it gets its name."""
     tables = [
         FileTensor(name, tuple(table.shape), "F32", partial(_same, table)) for name, table in model.tables.items()
     ]
     tensors = [
         tensor(place) if len(place.shape) > 1 else plain_tensor(model.source, place, "F32") for place in model.places
     ]
-    keys = {**model.keys, "general.file_type": int(file_type)}
-    size = write_gguf(output, model.architecture, keys, [*tables, *tensors], overwrite=overwrite, on_tensor=on_tensor)
+    keys = {**model.keys, "general.file_type": int(file_type), **more}
+    options: dict[str, Any] = {"overwrite": overwrite, "on_tensor": on_tensor, "verify": verify}
+    size = write_gguf(output, model.architecture, keys, [*tables, *tensors], **options)
     names = [one.type for one in (*tables, *tensors)]
     types = {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
     matrices = sum(len(place.shape) > 1 for place in model.places)
