@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from gguf import LlamaFileType
 from torch import Tensor
 
 from quantkit.checkpoint import require_finite
 from quantkit.formats import Format, Gguf
 from quantkit.formats.gguf.mixes import UNBLOCKED
-from quantkit.gguf_export import FileTensor, arranged, exported, plain_tensor, write_model
+from quantkit.gguf_export import FileTensor, arranged, exported, file_type, plain_tensor, write_model
 from quantkit.gguf_import.folder import write_view
 from quantkit.gguf_import.placement import Placement
 from quantkit.pipeline.gguf_types import matrix_of
@@ -62,7 +61,7 @@ def write_gguf_file(job: Job, chosen: Mapping[str, Format], journal: Journal) ->
     report = write_model(
         model,
         Path(job.output),
-        _file_type(mix),
+        file_type(mix.mix or mix.kind),
         tensor,
         exact=False,
         more={RECORD: json.dumps(record)},
@@ -95,9 +94,3 @@ def _rounded(job: Job, place: Placement, fmt: Gguf) -> Tensor:
     weight = job.source.tensor(place.target).to(job.device)
     require_finite(place.target, weight)
     return fmt.encode(weight)["weight"].cpu()
-
-
-def _file_type(mix: Gguf) -> LlamaFileType:
-    """What llama.cpp calls a file whose tensors are mostly of this type."""
-    name = f"MOSTLY_{(mix.mix or mix.kind).upper()}"
-    return LlamaFileType[name if name in LlamaFileType.__members__ else f"{name}_S"]
