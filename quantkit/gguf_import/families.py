@@ -77,6 +77,10 @@ def _gemma_keys(file: GgufFile, family: Family, config: dict[str, Any]) -> dict[
     if name == "gemma3" and key in file.fields and not file.is_list(key):
         every = file.need(key, int)
     full = [(layer + 1) % every == 0 for layer in range(layers)] if every > 0 else [True] * layers
+    if file.is_list(key):
+        full = [not slides for slides in file.need(key, list)]
+        if len(full) != layers:
+            raise InputError(f"{file.path}: '{key}' speaks of {len(full)} layers, but there are {layers}; get it again")
     if keys["sliding_window"] is None:
         full = [True] * layers
     keys["layer_types"] = [_FULL if whole else _SLIDING for whole in full]

@@ -48,6 +48,13 @@ class Placement:
 
 def placements(file: GgufFile, family: Family, config: dict[str, Any]) -> list[Placement]:
     """Every tensor of the model, in the order of the layers. Raises if the file holds other tensors than these."""
+    places = placements_of(family, config)
+    _check(file, places)
+    return places
+
+
+def placements_of(family: Family, config: dict[str, Any]) -> list[Placement]:
+    """Every tensor that a file of such a model has, but for tables of rope."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     places = [Placement("token_embd.weight", "model.embed_tokens.weight", (vocab, hidden))]
     for layer in range(config["num_hidden_layers"]):
@@ -55,7 +62,6 @@ def placements(file: GgufFile, family: Family, config: dict[str, Any]) -> list[P
     places.append(Placement("output_norm.weight", "model.norm.weight", (hidden,), minus=family.norm_offset))
     if not config["tie_word_embeddings"]:
         places.append(Placement("output.weight", "lm_head.weight", (vocab, hidden)))
-    _check(file, places)
     return places
 
 

@@ -38,6 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine_runs": set(),
     "engines": {"engine_runs", "errors", "formats"},
     "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer", "gguf_view", "stages"},
+    "gguf_export": {"arch", "checkpoint", "checkpoint_writer", "checksums", "formats", "gguf_import", "reference"}
+    | {"sources", "storage"},
     "kernels": {"errors", "formats"},
     "calibration": {"bundled"},
     "provenance": {"bundled", "checkpoint", "gguf_view", "sources"},
@@ -54,7 +56,7 @@ ALLOWED["reference"] |= {"expert_check"}
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "expert_check", "passes"}
 ALLOWED["pipeline"] |= {"devices", "provenance", "reference", "skeleton", "stages", "storage", "checksums", "wording"}
-ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
+ALLOWED["convert"] = ALLOWED["pipeline"] | {"gguf_export", "pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "gguf_view", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
 ALLOWED["planning"] |= {"blocks", "passes", "pipeline", "stages", "wording"}

@@ -30,6 +30,7 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.gguf.blocks import Blocks, pack, unpack
+from quantkit.formats.gguf.search import search_blocks
 from quantkit.formats.gguf.types import TYPES, BlockType
 
 
@@ -113,6 +114,12 @@ def table_of(kind: BlockType) -> Tensor:
     return torch.tensor(kind.table, dtype=torch.float32)
 
 
+def _weight_of(held: Blocks, kind: BlockType) -> GgufWeight:
+    """Blocks [out, in / block] as one weight."""
+    scales, mins = (None if small is None else small.flatten(1) for small in (held.scales, held.mins))
+    return GgufWeight(kind, held.codes.flatten(1), held.scale, held.minimum, scales, mins, kind.size, kind.group)
+
+
 @dataclass(frozen=True)
 class Gguf(Format):
     """One type of GGUF blocks; every row is a whole number of them."""
@@ -149,7 +156,11 @@ class Gguf(Format):
         return out, row // self.blocks.nbytes * self.blocks.size
 
     def quantize(self, weight: Tensor) -> GgufWeight:
-        raise InputError(f"weights are not rounded to {self.kind}; take a file that has it")
+        return self.search(weight)
+
+    def search(self, weight: Tensor, importance: Tensor | None = None) -> GgufWeight:
+        """Scales and codes of the least error; errors in a column count by its importance [in]."""
+        return _weight_of(search_blocks(weight, self.blocks, importance), self.blocks)
 
     def example(self, shape: Shape) -> GgufWeight:
         return self.unpack(
@@ -169,9 +180,7 @@ class Gguf(Format):
 
     def unpack(self, parts: Mapping[str, Tensor]) -> GgufWeight:
         kind = self.blocks
-        held = unpack(parts["weight"].unflatten(1, (-1, kind.nbytes)), kind)
-        scales, mins = (None if small is None else small.flatten(1) for small in (held.scales, held.mins))
-        return GgufWeight(kind, held.codes.flatten(1), held.scale, held.minimum, scales, mins, kind.size, kind.group)
+        return _weight_of(unpack(parts["weight"].unflatten(1, (-1, kind.nbytes)), kind), kind)
 
     def narrow(self, parts: Mapping[str, Tensor], shape: Shape, outputs: slice, inputs: slice) -> Narrowed:
         kind = self.blocks
