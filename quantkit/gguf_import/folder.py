@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,20 +14,18 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES
 
-from quantkit.errors import InputError, StorageError
-from quantkit.formats.gguf import TYPES
+from quantkit.errors import StorageError
 from quantkit.gguf_import.config import generation_config, model_config
 from quantkit.gguf_import.families import family_of_file
 from quantkit.gguf_import.placement import Placement, placements
 from quantkit.gguf_import.reader import GgufFile, open_gguf
 from quantkit.gguf_import.tokenizer import tokenizer_files
 from quantkit.gguf_import.weights import check_types, tensor_types
-from quantkit.gguf_view import IMPORT_RECORD, MANIFEST, PLAIN, FileStamp, GgufView, TensorPlace, import_record
+from quantkit.gguf_view import IMPORT_RECORD, MANIFEST, FileStamp, GgufView, TensorPlace, import_record
 
 _DTYPE = "bfloat16"  # of activations, and of what is not in blocks
 _LAYOUT = 1  # of these folders; another number makes them again
 _UNFINISHED = "unfinished-"
-_log = logging.getLogger("quantkit.gguf")
 
 
 def gguf_folder(file: str | Path) -> Path:
@@ -75,7 +72,6 @@ def _side_files(path: Path, stamp: FileStamp) -> tuple[dict[str, Any], GgufView]
         IMPORT_RECORD: {**import_record(path, tensor_types(source)), "kept": True},
     }
     view = GgufView(stamp, {place.target: _tensor_place(source, place) for place in places})
-    _say_what_is_decoded(view)
     return files, view
 
 
@@ -105,22 +101,9 @@ def _fill(folder: Path, files: dict[str, Any], view: GgufView) -> None:
 def _tensor_place(file: GgufFile, place: Placement) -> TensorPlace:
     tensor = file.tensors[place.source]
     size, nbytes = GGML_QUANT_SIZES[tensor.tensor_type]
-    inputs = place.shape[-1]
-    if inputs % size:
-        raise InputError(
-            f"{file.path}: rows of tensor {place.source} have {inputs} numbers, which is no whole number of "
-            f"{tensor.tensor_type.name} blocks of {size}; get the file again"
-        )
-    row_bytes = inputs // size * nbytes
+    row_bytes = place.shape[-1] // size * nbytes
     at = int(tensor.data_offset) + place.first_row * row_bytes
     return TensorPlace(at, tensor.tensor_type.name, place.shape, row_bytes, place.permuted_heads, place.minus)
-
-
-def _say_what_is_decoded(view: GgufView) -> None:
-    kinds = [place.kind for place in view.places.values() if place.kind not in PLAIN and place.kind not in TYPES]
-    if kinds:
-        listed = ", ".join(f"{kinds.count(kind)} of {kind}" for kind in sorted(set(kinds)))
-        _log.warning("%s: tensors of types without a kernel are decoded to 16 bits: %s", view.file.name, listed)
 
 
 def _short_hash(text: str) -> str:

@@ -75,25 +75,24 @@ class Reader:
         place.copy_(part if inputs is None else part[:, inputs])
         require_finite(name, place)
 
-    def embedding(self, rows: slice) -> Tensor | BlockEmbedding:
-        """Some rows of it; those that the checkpoint has in GGUF blocks stay there, on a CPU in the mapped file."""
-        shape, fmt = (self.config.vocab, self.config.hidden), self.checkpoint.formats.get(EMBEDDING)
-        if isinstance(fmt, Gguf):
-            self._check_shape(EMBEDDING, self.checkpoint.layer_shape(EMBEDDING), shape)
-            blocks = self.checkpoint.rows(f"{EMBEDDING}.weight", rows).to(self.device)
-            return BlockEmbedding(fmt, blocks, self.dtype)
-        kept = self.matrix_dtype(f"{EMBEDDING}.weight")
-        embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=kept, device=self.device)
-        if len(embedding):
-            self.fill(embedding, f"{EMBEDDING}.weight", shape, rows)
-        return embedding
-
     def matrix_dtype(self, name: str) -> torch.dtype:
         """In which a plain matrix is held."""
         stored = self.checkpoint.tensors.get(name)
         if stored is None or not self.keeps_halves or self.device.type != "cpu":
             return self.dtype
         return held_dtype(stored.info, self.dtype)
+
+    def embedding(self, rows: slice) -> Tensor | BlockEmbedding:
+        """Some rows of it; those that the checkpoint has in GGUF blocks stay there, on a CPU in the mapped file."""
+        name, shape = f"{EMBEDDING}.weight", (self.config.vocab, self.config.hidden)
+        fmt = self.checkpoint.formats.get(EMBEDDING)
+        if isinstance(fmt, Gguf):
+            self._check_shape(EMBEDDING, self.checkpoint.layer_shape(EMBEDDING), shape)
+            return BlockEmbedding(fmt, self.checkpoint.rows(name, rows).to(self.device), self.dtype)
+        embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=self.matrix_dtype(name), device=self.device)
+        if len(embedding):
+            self.fill(embedding, name, shape, rows)
+        return embedding
 
     def linear(
         self,
