@@ -11,12 +11,13 @@ changes none. `gguf_import/folder.py` writes views; whoever reads one needs no G
 from __future__ import annotations
 
 import json
+import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +79,20 @@ class TensorPlace:
         return TensorInfo(self.kind if self.kind in PLAIN else _DECODED, self.shape)
 
 
+class TypeCount(NamedTuple):
+    """What a model has of one ggml type."""
+
+    tensors: int
+    weights: int
+    bits_per_weight: float
+
+    @classmethod
+    def of(cls, places: Sequence[TensorPlace]) -> TypeCount:
+        weights = sum(math.prod(place.shape) for place in places)
+        bits = 8 * sum(place.rows * place.row_bytes for place in places)
+        return cls(len(places), weights, bits / max(weights, 1))
+
+
 @dataclass(frozen=True)
 class GgufView:
     """The tensors of a model in a GGUF file, by their names in the model."""
@@ -94,6 +109,24 @@ class GgufView:
         """Of every module whose weight is in blocks."""
         blocks = {name: place.kind for name, place in self.places.items() if place.in_blocks}
         return {name.removesuffix(".weight"): Gguf(kind) for name, kind in blocks.items()}
+
+    @property
+    def types(self) -> dict[str, TypeCount]:
+        """The types of the model's tensors, most weights first."""
+        found: dict[str, list[TensorPlace]] = {}
+        for place in self.places.values():
+            found.setdefault(place.kind, []).append(place)
+        counts = {kind: TypeCount.of(places) for kind, places in found.items()}
+        return dict(sorted(counts.items(), key=lambda item: -item[1].weights))
+
+    @property
+    def decoded(self) -> str:
+        """For people: what has no kernel; empty where everything has one."""
+        without = [kind for kind in self.types if kind not in PLAIN and kind not in TYPES]
+        if not without:
+            return ""
+        listed = ", ".join(f"{self.types[kind].tensors} of {kind}" for kind in without)
+        return f"{self.file.name}: tensors of types without a kernel are decoded to 16 bits: {listed}"
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as `TensorPlace.info` says; where nothing is moved or decoded, a view of the mapped file."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,20 +14,18 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES
 
-from quantkit.errors import InputError, StorageError
-from quantkit.formats.gguf import TYPES
+from quantkit.errors import StorageError
 from quantkit.gguf_import.config import generation_config, model_config
 from quantkit.gguf_import.families import family_of_file
 from quantkit.gguf_import.placement import Placement, placements
 from quantkit.gguf_import.reader import GgufFile, open_gguf
 from quantkit.gguf_import.tokenizer import tokenizer_files
 from quantkit.gguf_import.weights import check_types, tensor_types
-from quantkit.gguf_view import IMPORT_RECORD, MANIFEST, PLAIN, FileStamp, GgufView, TensorPlace, import_record
+from quantkit.gguf_view import IMPORT_RECORD, MANIFEST, FileStamp, GgufView, TensorPlace, import_record
 
 _DTYPE = "bfloat16"  # of activations, and of what is not in blocks
 _LAYOUT = 1  # of these folders; another number makes them again
 _UNFINISHED = "unfinished-"
-_log = logging.getLogger("quantkit.gguf")
 
 
 def gguf_folder(file: str | Path) -> Path:
@@ -51,6 +48,11 @@ def gguf_folder(file: str | Path) -> Path:
     return folder
 
 
+def write_view(file: Path, folder: Path) -> None:
+    """Puts what the folder of a GGUF file holds into another one."""
+    _fill(folder, *_side_files(file, FileStamp.of(file)))
+
+
 def cache_folder() -> Path:
     return Path.home() / ".cache" / "quantkit" / "gguf"
 
@@ -70,7 +72,6 @@ def _side_files(path: Path, stamp: FileStamp) -> tuple[dict[str, Any], GgufView]
         IMPORT_RECORD: {**import_record(path, tensor_types(source)), "kept": True},
     }
     view = GgufView(stamp, {place.target: _tensor_place(source, place) for place in places})
-    _say_what_is_decoded(view)
     return files, view
 
 
@@ -79,9 +80,7 @@ def _write(of_file: Path, of_stamp: Path, name: str, files: dict[str, Any], view
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=of_file))
     folder = made / name
     folder.mkdir()
-    for file, held in files.items():
-        (folder / file).write_text(json.dumps(held, ensure_ascii=False), encoding="utf-8")
-    view.write(folder)
+    _fill(folder, files, view)
     for other in of_file.iterdir():
         if other != of_stamp and not other.name.startswith(_UNFINISHED):
             shutil.rmtree(other, ignore_errors=True)
@@ -93,25 +92,18 @@ def _write(of_file: Path, of_stamp: Path, name: str, files: dict[str, Any], view
         shutil.rmtree(made, ignore_errors=True)
 
 
+def _fill(folder: Path, files: dict[str, Any], view: GgufView) -> None:
+    for file, held in files.items():
+        (folder / file).write_text(json.dumps(held, ensure_ascii=False), encoding="utf-8")
+    view.write(folder)
+
+
 def _tensor_place(file: GgufFile, place: Placement) -> TensorPlace:
     tensor = file.tensors[place.source]
     size, nbytes = GGML_QUANT_SIZES[tensor.tensor_type]
-    inputs = place.shape[-1]
-    if inputs % size:
-        raise InputError(
-            f"{file.path}: rows of tensor {place.source} have {inputs} numbers, which is no whole number of "
-            f"{tensor.tensor_type.name} blocks of {size}; get the file again"
-        )
-    row_bytes = inputs // size * nbytes
+    row_bytes = place.shape[-1] // size * nbytes
     at = int(tensor.data_offset) + place.first_row * row_bytes
     return TensorPlace(at, tensor.tensor_type.name, place.shape, row_bytes, place.permuted_heads, place.minus)
-
-
-def _say_what_is_decoded(view: GgufView) -> None:
-    kinds = [place.kind for place in view.places.values() if place.kind not in PLAIN and place.kind not in TYPES]
-    if kinds:
-        listed = ", ".join(f"{kinds.count(kind)} of {kind}" for kind in sorted(set(kinds)))
-        _log.warning("%s: tensors of types without a kernel are decoded to 16 bits: %s", view.file.name, listed)
 
 
 def _short_hash(text: str) -> str:

@@ -39,11 +39,12 @@ def test_inspect_shows_types_and_bits(run_cli: Cli, file: Path) -> None:
     assert code == 0
     assert f"{file}: llama, bfloat16, gguf" in out
     assert "4.50 in quantized layers" in out
-    assert "gguf Q4_K" in out
+    assert ["Q4_K", "16", "4.50"] in [line.split()[1::2] for line in out.splitlines() if "│" in line]
     found = json.loads(run_cli("inspect", file, "--json")[1])
     assert found["schemes"] == {"gguf Q4_K": 16}
+    assert found["gguf_types"]["Q4_K"] == {"tensors": 16, "weights": 950272, "bits_per_weight": 4.5}
     assert [engine["engine"] for engine in found["engines"] if engine["loads"]] == ["quantkit"]
-    assert run_cli("inspect", file, "--gpu", "l4")[0] == 0
+    assert "weight-only kernels" in run_cli("inspect", file, "--gpu", "l4")[1]
 
 
 def test_generate_and_bench(run_cli: Cli, file: Path) -> None:

@@ -72,3 +72,13 @@ def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     assert relative_error(logits_of(file), wanted) < 1e-4
     halves = logits_of(file, "bfloat16")[: len(PROMPT)]  # a token after it may be another one
     assert relative_error(halves, wanted[: len(PROMPT)]) < 0.03
+
+
+@pytest.mark.parametrize("kind", ["TQ2_0", "MXFP4"])
+def test_types_without_a_kernel_are_decoded_and_said(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, folder = gguf_pair("llama", tmp_path, kind, **WIDE)
+    assert relative_error(logits_of(file), logits_of(folder)) < 1e-2  # decoded to 16 bits
+    said = [record.getMessage() for record in caplog.records if "without a kernel" in record.getMessage()]
+    assert said == [f"tiny.{kind}.gguf: tensors of types without a kernel are decoded to 16 bits: 16 of {kind}"]

@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written by the gguf package as converters write them.
 
-`gguf_pair(family, folder, kind)` gives a file whose matrices are random blocks of one type, and a folder with the same
+`gguf_pair(family, folder, kind)` gives a file whose matrices are random blocks of one type (of types that we have no
+blocks of, rounded by the gguf package), and a folder with the same
 numbers decoded by the gguf package: whoever runs both must get the same.
 """
 
@@ -15,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -67,6 +68,8 @@ def _stored(seed: int, name: str, tensor: Tensor, kind: str) -> tuple[np.ndarray
         return tensor.numpy(), Type.F32
     if kind in TYPES and tensor.shape[1] % TYPES[kind].size == 0:
         return random_blocks(kind, tensor.shape[0], tensor.shape[1], seed).numpy(), Type[kind]
+    if kind not in TYPES and tensor.shape[1] % gguf.GGML_QUANT_SIZES[Type[kind]][0] == 0:
+        return quantize(tensor.numpy(), Type[kind]), Type[kind]
     return tensor.numpy().astype(np.float16), Type.F16
 
 

@@ -24,7 +24,9 @@ SERVED: dict[str, Callable[[str], Format]] = FORMATS | {
     "fp8-block-exact": lambda dtype: CtFloat8(strategy="block", activations="exact", dtype=dtype),
 }
 # Blocks of GGUF: other widths and groups than those above, and scales in float32.
-SERVED |= {f"gguf-{kind}": lambda _, kind=kind: Gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0")}
+BLOCKS: dict[str, Callable[[str], Format]] = {
+    f"gguf-{kind}": lambda _, kind=kind: Gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q6_K")
+}
 
 TALL = 1024  # rows; blocks of all formats begin anew there
 
@@ -46,7 +48,7 @@ def shapes_of_weight(name: str, outputs: int, inputs: int) -> Any:
 
 
 def _lay_out(name: str, outputs: int, inputs: int) -> Any:
-    fmt = SERVED[name]("bfloat16")
+    fmt = (SERVED | BLOCKS)[name]("bfloat16")
     if outputs > TALL:  # as many rows again: to quantize a vocabulary takes seconds in some formats
         rows = fmt.example((TALL, inputs))
         quantized = _repeated(rows, -(-outputs // TALL)).cut(slice(0, outputs), slice(0, inputs))
