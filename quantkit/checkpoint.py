@@ -2,7 +2,7 @@
 
 `Checkpoint` lists what is there from the files' headers and reads a tensor only when asked. It knows which modules are
 quantized and in which format, so that callers see layers, not files; experts that lie in one tensor are listed one by
-one. Writing is in `checkpoint_writer.py`.
+one, and so are tensors that stay in a GGUF file (`gguf_view.py`). Writing is in `checkpoint_writer.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from quantkit.arch import FAMILIES, Family, Slice
 from quantkit.errors import InputError, StorageError
 from quantkit.formats import Format, Index, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo, dialect_named
 from quantkit.formats.base import ANY_LENGTH
+from quantkit.gguf_view import GgufView
 
 INDEX = "model.safetensors.index.json"
 _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
@@ -54,15 +55,19 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = read_json(self.folder / "config.json", "a model folder needs one")
-        family = FAMILIES.get(str(self.config.get("model_type")))
-        self.tensors = _by_expert(stored_tensors(self.folder), family)
+        self.gguf = GgufView.read(self.folder)
+        if self.gguf is not None:
+            self.tensors = {name: StoredTensor(self.gguf.file, one.info) for name, one in self.gguf.places.items()}
+        else:
+            family = FAMILIES.get(str(self.config.get("model_type")))
+            self.tensors = _by_expert(stored_tensors(self.folder), family)
 
     @cached_property
     def formats(self) -> dict[str, Format]:
         """The format of every quantized module; empty for a plain model."""
         config = self.config.get("quantization_config")
         infos = {name: stored.info for name, stored in self.tensors.items()}
-        formats: dict[str, Format] = {}
+        formats: dict[str, Format] = {} if self.gguf is None else {**self.gguf.formats}
         try:
             if config is not None:
                 formats = dialect_named(str(config.get("quant_method", "missing"))).read(config, infos)
@@ -95,6 +100,8 @@ class Checkpoint:
         """One tensor as stored."""
         if name not in self.tensors:
             raise StorageError(f"tensor {name} is missing in {self.folder}; the checkpoint is incomplete")
+        if self.gguf is not None:
+            return self.gguf.tensor(name)
         file, _, part = self.tensors[name]
         try:
             with self._open(file) as opened:
@@ -111,6 +118,8 @@ class Checkpoint:
             yield
         finally:
             self._kept = None
+            if self.gguf is not None:
+                self.gguf.let_go()
 
     def _open(self, file: Path) -> AbstractContextManager[Any]:
         if self._kept is None:

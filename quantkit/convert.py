@@ -31,6 +31,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp4-plain": ("fp4", {"double_quant": False}),
     "ct-mxfp4": ("ct-mxfp4", {}),
 }
+# What becomes a GGUF file, and the type of its matrices; None: that of the folder.
+GGUF_TARGETS = {"gguf": None, "gguf-f32": "F32", "gguf-f16": "F16", "gguf-bf16": "BF16"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class ConvertReport:
     target_format: str
     layers: int
     bytes: int
+    exact: bool = True  # whether every decoded weight is unchanged
+    notes: tuple[str, ...] = ()  # what the reader of the result will do otherwise
 
 
 def convert(
@@ -51,9 +55,14 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     on_layer: Progress = silent,
 ) -> ConvertReport:
-    """Rewrites a quantized checkpoint in another format; every decoded weight stays bit for bit the same."""
+    """Rewrites a quantized checkpoint in another format; every decoded weight stays bit for bit the same.
+
+    To GGUF also a model that is not quantized can be converted: one file, for llama.cpp.
+    """
+    if to in GGUF_TARGETS:
+        return _to_gguf(checkpoint, output, GGUF_TARGETS[to], overwrite, on_layer)
     if to not in TARGETS:
-        raise InputError(f"cannot convert to '{to}'; {did_you_mean(to, TARGETS)}")
+        raise InputError(f"cannot convert to '{to}'; {did_you_mean(to, [*TARGETS, *GGUF_TARGETS])}")
     check_output(Path(output).absolute(), overwrite)
     source = Checkpoint(model_folder(checkpoint))
     if not source.formats:
@@ -76,6 +85,17 @@ def convert(
         writer.finish(lambda folder: verify_written(folder, promised))
     names = [", ".join(sorted({fmt.name for fmt in side.values()})) for side in (source.formats, targets)]
     return ConvertReport(str(output), names[0], names[1], len(targets), writer.total_bytes)
+
+
+def _to_gguf(
+    checkpoint: str | Path, output: str | Path, kind: str | None, overwrite: bool, on_tensor: Progress
+) -> ConvertReport:
+    from quantkit.gguf_export import export_gguf
+
+    report = export_gguf(checkpoint, output, kind=kind, overwrite=overwrite, on_tensor=on_tensor)
+    types = ", ".join(f"{count} x {name}" for name, count in report.tensor_types.items())
+    facts = (report.source_format, types, report.matrices, report.bytes, report.exact)
+    return ConvertReport(report.output, *facts, report.notes)
 
 
 def _convert_layer(

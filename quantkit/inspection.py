@@ -14,6 +14,8 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.engines import Layers, Verdict, verdicts
 from quantkit.errors import InputError
 from quantkit.expert_check import check_experts
+from quantkit.formats import dialect_of
+from quantkit.gguf_view import TypeCount
 from quantkit.sources import model_folder
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -35,10 +37,12 @@ class Inspection:
     schemes: dict[str, int]  # scheme -> number of modules
     part_bytes: dict[str, int]
     layer_bytes: dict[str, int]
+    gguf_types: dict[str, TypeCount]  # of a GGUF file
     engines: tuple[Verdict, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"engines": [verdict.to_dict() for verdict in self.engines]}
+        types = {kind: count._asdict() for kind, count in self.gguf_types.items()}
+        return asdict(self) | {"gguf_types": types, "engines": [verdict.to_dict() for verdict in self.engines]}
 
 
 def inspect_checkpoint(model: str | Path) -> Inspection:
@@ -52,10 +56,10 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
     plain = sum(math.prod(checkpoint.tensors[name].info.shape) for name in checkpoint.plain_names())
     total = sum(stored.nbytes for stored in checkpoint.tensors.values())
     return Inspection(
-        folder=str(checkpoint.folder),
+        folder=str(checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.file),
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         dtype=checkpoint.dtype,
-        quant_method=(checkpoint.config.get("quantization_config") or {}).get("quant_method"),
+        quant_method=dialect_of(formats).quant_method if formats else None,
         parameters=quantized + plain,
         bytes=total,
         quantized_weights=quantized,
@@ -64,6 +68,7 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
         schemes=dict(Counter(f"{fmt.name} {fmt.describe()}" for fmt in formats.values())),
         part_bytes=_part_bytes(checkpoint),
         layer_bytes=_layer_bytes(checkpoint),
+        gguf_types={} if checkpoint.gguf is None else checkpoint.gguf.types,
         engines=tuple(verdicts(layers_of(checkpoint))),
     )
 

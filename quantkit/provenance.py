@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.checkpoint import Checkpoint
+from quantkit.gguf_view import IMPORT_RECORD
 from quantkit.sources import model_folder
 
 QUANTIZATION_LOG = "quantization_log.jsonl"
-IMPORT_RECORD = "gguf_import.json"
 _TRAINING_RECORD = "training.json"
 
 
@@ -33,13 +33,15 @@ class Origin:
     kind: Literal["as given", "trained", "gguf"]
     stages: int = 0  # of training
     noisy_stages: int = 0  # the last ones, under rounding noise
-    file: str = ""  # that was imported
+    file: str = ""  # that was imported, or runs as it is
+    kept: bool = False  # in the blocks of that file; else its numbers were decoded
     tensor_types: dict[str, int] = field(default_factory=dict)  # of that file -> how many tensors
 
     def __str__(self) -> str:
         if self.kind == "gguf":
             types = ", ".join(f"{count} x {name}" for name, count in self.tensor_types.items())
-            return f"decoded from the GGUF file {self.file} ({types}), whose losses stay"
+            how = "run as it is, the GGUF file" if self.kept else "decoded from the GGUF file"
+            return f"{how} {self.file} ({types}), whose losses stay"
         if self.kind == "trained":
             if not self.noisy_stages:
                 return "trained for quantkit, without rounding noise"
@@ -102,11 +104,6 @@ def origin_of(folder: Path) -> Origin:
     return _imported(_first_object(folder / IMPORT_RECORD))
 
 
-def import_record(file: str | Path, tensor_types: dict[str, int]) -> dict[str, Any]:
-    """What `quantkit import` leaves in its folder; the name alone, no path of this machine."""
-    return {"file": Path(file).name, "tensor_types": tensor_types}
-
-
 def carried_log(folder: Path) -> str:
     """The log of a folder with the same weights in another layout: what is still true; empty where nothing is known."""
     first = _first_object(folder / QUANTIZATION_LOG)
@@ -120,7 +117,7 @@ def _imported(record: dict[str, Any]) -> Origin:
     if not isinstance(file, str) or not file or not isinstance(types, dict):
         return Origin("as given")
     counts = {_printable(str(name)): _count(number) for name, number in types.items()}
-    return Origin("gguf", file=_printable(file), tensor_types=counts)
+    return Origin("gguf", file=_printable(file), tensor_types=counts, kept=record.get("kept") is True)
 
 
 def _trained(record: dict[str, Any]) -> Origin:

@@ -1,4 +1,4 @@
-"""What a user may write where a model is asked for: a folder, a hub name, or the bundled `demo`."""
+"""What a user may write where a model is asked for: a folder, a GGUF file, a hub name, or the bundled `demo`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICE
 
 
 def model_folder(model: str | Path) -> Path:
-    """The local folder of a model. Hub models are downloaded once, without pickle files."""
+    """The local folder of a model. Hub models are downloaded once, without pickle files. A GGUF file has a folder in
+    the user's cache, which says where its weights are."""
     if str(model) in BUNDLED:
         return bundled_folder(str(model))
     path = Path(model)
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        from quantkit.gguf_import.folder import gguf_folder
+
+        return gguf_folder(path)
     if path.is_file():
-        hint = "import it first: quantkit import" if path.suffix == ".gguf" else "give the folder that holds it"
-        raise StorageError(f"'{model}' is a file, but a model is a folder; {hint}")
+        raise StorageError(f"'{model}' is a file, but a model is a folder; give the folder that holds it")
     if path.is_absolute() or str(model).startswith(".") or not _HUB_NAME.fullmatch(str(model)):
         raise StorageError(
-            f"no model at '{model}'; give a folder with config.json, a hub name such as org/model, or 'demo'"
+            f"no model at '{model}'; give a folder with config.json, a .gguf file, a hub name such as org/model, "
+            "or 'demo'"
         )
     return _download(str(model))
 

@@ -81,6 +81,8 @@ def start_engine(
         checkpoint = Checkpoint(model_folder(model))
         config = read_model_config(checkpoint.config, _generation_config(checkpoint.folder))
         check_experts(checkpoint)
+    if checkpoint.gguf is not None and checkpoint.gguf.decoded:
+        _log.warning(checkpoint.gguf.decoded)
     dtype = options.torch_dtype(checkpoint.dtype)
     draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
     peers = start_peers(str(model), checkpoint, config, dtype, options, launcher, draft)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quantkit.eval.engine.guesses import Guesses
 from quantkit.runtime.core.sampling_params import SamplingParams
@@ -148,8 +149,8 @@ def bytes_of_step(engine: Engine, load: Load) -> float:
         if isinstance(block.mlp, GroupedMlp):
             weights -= block.mlp.nbytes * (1 - block.mlp.share_of_token) ** load.batch
     embedding = engine.runner.decoder.weights.embedding
-    if not engine.config.tied:
-        weights -= embedding.numel() * embedding.element_size()
+    if not (engine.config.tied and isinstance(embedding, Tensor)):  # in blocks, the head has a copy of its own
+        weights -= embedding.nbytes
     per_token = engine.memory.page_bytes / engine.memory.page_size
     return weights + load.batch * (load.prompt + load.new / 2) * per_token
 

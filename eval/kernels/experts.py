@@ -26,7 +26,7 @@ from quantkit.kernels.card import card_of
 from quantkit.kernels.linear.grouped.choices import Way, candidates, choose
 from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.experts import routes_of, sum_of_experts
-from quantkit.kernels.linear.grouped.routes import Routes
+from quantkit.kernels.linear.grouped.routes import Routes, can_stay_unlisted
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.tile import TileConfig
 from quantkit.kernels.linear.grouped.weight import GroupedPacked, GroupedWeight
@@ -67,8 +67,8 @@ class Timed:
     def launches(self) -> Iterator[Line]:
         """As `choices.py` says, and all of them together."""
         mlp, way = self._mlp, self.way
-        routes = self._routes(way.tile)
-        yield "router and routing", self._time(lambda number: routes_of(self._x, mlp.scorer, mlp.rule, way.tile))
+        routes = self._routes(way.tile, max(way.gate_up.splits, way.down.splits))
+        yield "router and routing", self._time(lambda number: routes_of(self._x, mlp.scorer, mlp.rule, way))
         gate_up, down = mlp.gate_up, mlp.down
         if way.decoded:
             yield "decoding of gate and up", microseconds([lambda: mlp.gate_up.in_half(torch.bfloat16)])
@@ -111,7 +111,7 @@ class Timed:
     def _candidates(self, weight: GroupedWeight, x: Tensor, activation: str | None) -> Iterator[tuple[float, str]]:
         wanted = None
         for tile, config in candidates(weight, self._pairs, self._experts):
-            routes = self._routes(tile)
+            routes = self._routes(tile, config.splits)
             try:
                 found = weight.matmul(x, routes[0], config, activation, self._mlp.clip)
                 wanted = found if wanted is None else wanted
@@ -120,8 +120,11 @@ class Timed:
             except Exception as error:  # too much shared memory on this GPU, for one
                 print(f"does not run here: tiles of {tile}, {config} ({type(error).__name__})")
 
-    def _routes(self, tile: int) -> list[Routes]:
-        return [route(logits, self._mlp.rule, tile) for logits in self._logits]
+    def _routes(self, tile: int, splits: int) -> list[Routes]:
+        """Listed where a layer would list them, too."""
+        routes = [route(logits, self._mlp.rule, tile) for logits in self._logits]
+        few = can_stay_unlisted(len(self._x), self._mlp.rule.per_token, tile, splits)
+        return [found.unlisted if few else found for found in routes]
 
     def _product(
         self, weight: GroupedWeight, x: Tensor, routes: list[Routes], config: TileConfig, activation: str | None

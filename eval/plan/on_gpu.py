@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.eval.plan.gpus import Gpu, find_card, find_gpu
@@ -102,7 +100,7 @@ def _kernels(checkpoint: Checkpoint, card: Card) -> dict[str, str]:
 
 def _kernel(fmt: Format, inputs: int, card: Card) -> str:
     """Asked of a layer of ones: act-order, which only the weights know, may still stand in the way."""
-    why_not = why_decoded(fmt, fmt.quantize(torch.ones(_ROWS, inputs)), card)
+    why_not = why_decoded(fmt, fmt.example((_ROWS, inputs)), card)
     if why_not:
         return f"decoded in every step: {why_not}"
     return "8-bit kernels" if takes(fmt) else "weight-only kernels"

@@ -39,6 +39,9 @@ class Arguments(NamedTuple):
     groups: Value  # of a row of the weight
     blocks: Value  # of x in a group of the weight
     tiles: Value  # of a piece of work
+    lows: Value  # what is added to every weight of a group, like its scale
+    outer_scales: Value  # that several groups share, in `Kind.every`
+    outer_lows: Value
     outliers: Value  # the head of `token_rounding.Outliers`, where x has them
 
 
@@ -51,6 +54,8 @@ class Kind(NamedTuple):
     tokens: int  # at a time
     dtype: torch.dtype  # of y and bias
     scales: torch.dtype
+    every: int = 1  # groups that share an outer scale, and an outer low; 1: a scale is all that a group has
+    lows: torch.dtype | None = None
     outliers: bool = False  # columns of x are multiplied as they are: codes of 8 bits with one scale a row
 
     @property
@@ -87,18 +92,46 @@ def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value)
     """Sums of 16 outputs for each of some tokens."""
     sums = [code.variable(code.constant(F32.x(ROWS), 0.0)) for _ in range(kind.tokens)]
     codes = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8))
-    with code.loop(0, held.groups) as group:
-        place = (tile * held.groups + group) * ROWS
-        scales = load_floats(code, kind.scales, ROWS, held.scales, place)
-        zeros = None
-        if kind.codes.has_zero_points:
-            zeros = code.load(I8.x(ROWS), held.zeros, place).to(I32, signed=False) - kind.codes.zeros_from
-        with code.loop(0, held.blocks) as part:
-            block = group * held.blocks + part
-            _add_block(code, held, kind, codes, token, block, scales, zeros, sums)
+    with code.loop(0, held.groups, kind.every) as first:
+        outer = _outer(code, held, kind, (tile * held.groups + first) // kind.every * ROWS)
+        with code.loop(first, first + kind.every) as group:
+            grid = _grid(code, held, kind, (tile * held.groups + group) * ROWS, outer)
+            with code.loop(0, held.blocks) as part:
+                _add_block(code, held, kind, codes, token, group * held.blocks + part, grid, sums)
     if kind.outliers:
         _add_outliers(code, held, kind, tile, token, sums)
     return [total.get() for total in sums]
+
+
+class Grid(NamedTuple):
+    """What a group's codes stand for, of 16 outputs."""
+
+    scales: Value
+    zeros: Value | None
+    lows: Value | None
+
+
+def _outer(code: Code, held: Arguments, kind: Kind, place: Value) -> tuple[Value | None, Value | None]:
+    """Scales and lows that several groups share, in 16 bits."""
+    if kind.every == 1:
+        return None, None
+    scales = load_floats(code, torch.float16, ROWS, held.outer_scales, place)
+    return scales, load_floats(code, torch.float16, ROWS, held.outer_lows, place) if kind.lows else None
+
+
+def _grid(code: Code, held: Arguments, kind: Kind, place: Value, outer: tuple[Value | None, Value | None]) -> Grid:
+    zeros = None
+    if kind.codes.has_zero_points:
+        zeros = code.load(I8.x(ROWS), held.zeros, place).to(I32, signed=False) - kind.codes.zeros_from
+    scales = _scaled(code, kind.scales, held.scales, place, outer[0])
+    return Grid(scales, zeros, _scaled(code, kind.lows, held.lows, place, outer[1]) if kind.lows else None)
+
+
+def _scaled(code: Code, dtype: torch.dtype, address: Value, place: Value, outer: Value | None) -> Value:
+    """Numbers of 16 outputs, times those that several groups share: they are small whole numbers then."""
+    if outer is None:
+        return load_floats(code, dtype, ROWS, address, place)
+    return code.load(I8.x(ROWS), address, place).to(I32).to(F32) * outer
 
 
 def _add_block(
@@ -108,16 +141,17 @@ def _add_block(
     codes: Variable,
     token: Value,
     block: Value,
-    scales: Value,
-    zeros: Value | None,
+    grid: Grid,
     sums: list[Variable],
 ) -> None:
+    zeros = grid.zeros
     offsets = [zeros if zeros is not None else offset for offset in kind.codes.offsets(code.processor, kind.digits)]
     blocks = held.groups * held.blocks
-    whole = []
+    whole, sums_of_x = [], []
     for number in range(kind.tokens):
         at = (token + number) * blocks + block
         digit_sums = [code.load(I32, held.x_sums, held.x_tokens * blocks * digit + at) for digit in range(kind.digits)]
+        sums_of_x.append(digit_sums)
         whole.append([code.variable(start) for start in _starts(code, kind, offsets, digit_sums)])
     with code.loop(0, kind.block, kind.codes.step) as start:
         quads = _quads(code, kind, codes.get())
@@ -132,8 +166,11 @@ def _add_block(
                 _multiply_digits(code, kind, values, same, whole[number])
     for number, total in enumerate(sums):
         number_sum = _as_float(code, [part.get() for part in whole[number]])
-        factor = code.load(F32, held.x_scales, (token + number) * blocks + block) * kind.unit
-        total.set(code.fma(number_sum, scales * factor.splat(ROWS), total.get()))
+        scale = code.load(F32, held.x_scales, (token + number) * blocks + block)
+        total.set(code.fma(number_sum, grid.scales * (scale * kind.unit).splat(ROWS), total.get()))
+        if grid.lows is not None:
+            sum_of_x = _as_float(code, sums_of_x[number]) * scale
+            total.set(code.fma(grid.lows, sum_of_x.splat(ROWS), total.get()))
 
 
 def _add_outliers(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, sums: list[Variable]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.formats import Format, QuantizedWeight
+from quantkit.formats import Format, GgufWeight, QuantizedWeight
 from quantkit.kernels.card import Card, card_of
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.decoded import DecodedWeight, device_of, why_card_decodes
@@ -22,6 +22,7 @@ from quantkit.kernels.linear.dispatch import choose
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.weight import Choice
 from quantkit.kernels.linear.weight import LinearWeight as LinearWeight  # what callers hold
+from quantkit.kernels.linear.weight_only import gguf
 from quantkit.kernels.linear.weight_only import weight as weight_only
 
 
@@ -33,12 +34,16 @@ def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.
     why_not = why_decoded(fmt, quantized, card_of(device_of(quantized)))
     if why_not:
         return DecodedWeight(fmt, quantized, why_not)
+    if isinstance(quantized, GgufWeight):
+        return gguf.lay_out(quantized)
     return eight_bit.lay_out(fmt, quantized) if eight_bit.takes(fmt) else weight_only.lay_out(quantized)
 
 
 def why_decoded(fmt: Format, quantized: QuantizedWeight, card: Card) -> str | None:
     """Why no kernel of a GPU takes this weight; None where one does."""
     why_not = why_card_decodes(fmt, card)
+    if why_not is None and isinstance(quantized, GgufWeight):
+        return gguf.why_not(quantized)
     return why_not if why_not or eight_bit.takes(fmt) else weight_only.why_not(quantized)
 
 

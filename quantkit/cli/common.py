@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the output folder if it is a checkpoint.")
-output_option = click.option("-o", "--output", required=True, metavar="DIR", help="Folder to create.")
+output_option = click.option("-o", "--output", required=True, metavar="PATH", help="Folder to create; for GGUF a file.")
 
 
 def _make_current(context: click.Context, option: click.Parameter, name: str) -> str:

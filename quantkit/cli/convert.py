@@ -16,7 +16,7 @@ from quantkit.wording import human_bytes
     "--to",
     required=True,
     metavar="FORMAT",
-    help="gptq, gptq-v2, awq, compressed-tensors, w8a8, nf4-plain, ct-mxfp4 ...",
+    help="gptq, gptq-v2, awq, compressed-tensors, w8a8, nf4-plain, ct-mxfp4, gguf, gguf-f16 ...",
 )
 @output_option
 @overwrite_option
@@ -24,7 +24,10 @@ from quantkit.wording import human_bytes
 def command(checkpoint: str, to: str, output: str, overwrite: bool, as_json: bool) -> None:
     """Rewrite CHECKPOINT in another format. The same codes and scales, or a refusal with the reason.
 
+    A model that is not quantized can become a GGUF file for llama.cpp; `quantize -r q4_k_m` writes smaller ones.
+
     \b
+    quantkit convert demo --to gguf -o demo.gguf
     quantkit convert demo-w4 --to compressed-tensors -o demo-w4-ct
     quantkit convert model-awq --to gptq-v2 -o model-gptq
     """
@@ -37,5 +40,7 @@ def command(checkpoint: str, to: str, output: str, overwrite: bool, as_json: boo
         return
     click.echo(
         f"{report.output}: {report.layers} layers from {report.source_format} to {report.target_format}, "
-        f"{human_bytes(report.bytes)}, every decoded weight unchanged"
+        f"{human_bytes(report.bytes)}, every decoded weight {'unchanged' if report.exact else 'rounded to it'}"
     )
+    for note in report.notes:
+        click.echo(f"note: {note}", err=True)

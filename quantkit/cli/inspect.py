@@ -121,7 +121,10 @@ def _print(found: Inspection) -> None:
         f"{found.parameters:,} parameters in {human_bytes(found.bytes)}: {found.bits_per_weight:.2f} bits each"
         + (f", {found.quantized_bits_per_weight:.2f} in quantized layers" if found.quantized_bits_per_weight else "")
     )
-    if found.schemes:
+    if found.gguf_types:
+        types = [(kind, count.tensors, f"{count.bits_per_weight:.2f}") for kind, count in found.gguf_types.items()]
+        print_table("Types in the file", ("type", "tensors", "bits per weight"), types)
+    elif found.schemes:
         print_table("Schemes", ("scheme", "modules"), list(found.schemes.items()))
     _sizes("Bytes per part", "part", found.part_bytes, found.bytes)
     _sizes("Bytes per layer", "layer", found.layer_bytes, found.bytes)

@@ -19,6 +19,7 @@ from quantkit.formats.codebook import CodebookWeight
 from quantkit.formats.compressed_tensors import CompressedTensorsDialect
 from quantkit.formats.ct_float8 import CtFloat8, Float8Weight
 from quantkit.formats.ct_integer import CtInt8, CtPacked
+from quantkit.formats.gguf import Gguf, GgufDialect, GgufWeight
 from quantkit.formats.gptq import Gptq, GptqDialect
 from quantkit.formats.integer import IntegerFormat, IntegerWeight
 from quantkit.formats.llm_int8 import AbsmaxInt8Weight, LlmInt8
@@ -50,7 +51,7 @@ def build(name: str, options: Mapping[str, Any], model_dtype: str) -> Format:
 def dialect_of(modules: Mapping[str, Format]) -> Dialect:
     """The dialect that can describe all these modules in one checkpoint."""
     kinds = {type(fmt) for fmt in modules.values()}
-    for dialect in DIALECTS.values():
+    for dialect in (*DIALECTS.values(), GgufDialect()):
         if kinds <= set(dialect.formats):
             return dialect
     names = ", ".join(sorted(kind.name for kind in kinds))
@@ -92,6 +93,8 @@ __all__ = [
     "Float8Weight",
     "Format",
     "Fp4",
+    "Gguf",
+    "GgufWeight",
     "Gptq",
     "Index",
     "IntegerFormat",

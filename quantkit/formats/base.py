@@ -207,6 +207,10 @@ class Format(ABC):
         """Whether vLLM and SGLang have kernels for this layout that take activations in float16 only."""
         return False
 
+    def example(self, shape: Shape) -> QuantizedWeight:
+        """Any weight of this shape, for whoever asks which kernels take the format."""
+        return self.quantize(torch.ones(shape))
+
     def encode(self, weight: Tensor) -> Parts:
         """Nearest-rounded parts of a weight."""
         return self.pack(self.quantize(weight))

@@ -21,12 +21,14 @@ import torch
 from quantkit.checkpoint_writer import CheckpointWriter, check_output
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats.base import DTYPES
-from quantkit.gguf_import.config import family_of_file, generation_config, model_config
+from quantkit.gguf_import.config import generation_config, model_config
+from quantkit.gguf_import.families import family_of_file
+from quantkit.gguf_import.placement import placements
 from quantkit.gguf_import.reader import GgufFile, open_gguf
 from quantkit.gguf_import.tokenizer import tokenizer_files
-from quantkit.gguf_import.weights import placements, read_weight, tensor_types
+from quantkit.gguf_import.weights import check_types, read_weight, tensor_types
+from quantkit.gguf_view import IMPORT_RECORD, import_record
 from quantkit.progress import Progress, silent
-from quantkit.provenance import IMPORT_RECORD, import_record
 
 __all__ = ["import_gguf"]
 
@@ -49,6 +51,7 @@ def import_gguf(
     source = open_gguf(file)
     config = model_config(source, dtype)
     places = placements(source, family_of_file(source), config)
+    check_types(source, places)
     tokenizer, settings = tokenizer_files(source, config)
     parameters = sum(torch.Size(place.shape).numel() for place in places)
     needed = parameters * DTYPES[dtype].itemsize

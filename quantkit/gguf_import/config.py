@@ -5,28 +5,12 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from quantkit import arch
-from quantkit.arch import Family
-from quantkit.errors import InputError, did_you_mean
+from quantkit.errors import InputError
+from quantkit.gguf_import.families import family_keys, family_of_file
 from quantkit.gguf_import.reader import GgufFile
 from quantkit.gguf_import.rope import rope_parameters
 
-# GGUF's name of an architecture -> our family. Mistral files name themselves "llama", and without its sliding window
-# Mistral is the same computation.
-ARCHITECTURES = {"llama": arch.LLAMA, "qwen2": arch.QWEN2, "qwen3": arch.QWEN3}
 _NO_TOKEN = 0xFFFFFFFF  # -1 as the unsigned number it is stored in
-
-
-def family_of_file(file: GgufFile) -> Family:
-    """The model family of a file, or a refusal that lists what is supported."""
-    name = file.architecture
-    if name not in ARCHITECTURES:
-        raise InputError(
-            f"{file.path} holds a '{name}' model, which cannot be imported; {did_you_mean(name, ARCHITECTURES)}"
-        )
-    if file.find(f"{name}.expert_count", int):
-        raise InputError(f"{file.path} is a mixture of experts, which cannot be imported; only dense models are")
-    return ARCHITECTURES[name]
 
 
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
@@ -49,19 +33,15 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": _count(file, "context_length"),
         "rms_norm_eps": file.need_number(f"{file.architecture}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **_rope_keys(rope),
-        **_bias_keys(file, family),
         **special_ids(file, vocab_size),
         "use_cache": True,
         "transformers_version": version("transformers"),
     }
-    if family.sliding != "none":  # GGUF files hold no window
-        config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": layers}
-    return config
+    return config | family_keys(file, family, config)
 
 
 def generation_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -121,14 +101,15 @@ def _matrix(file: GgufFile, name: str) -> tuple[int, int]:
 
 
 def _head_dim(file: GgufFile, heads: int, kv_heads: int) -> int:
-    """The size of a head as the query matrix shows it; rotation takes its dimensions in pairs."""
-    queries = _matrix(file, "blk.0.attn_q.weight")[0]
-    if queries % (2 * heads) or heads % kv_heads:
+    """The size of a head as the query matrix shows it, or a fused one; rotation takes its dimensions in pairs."""
+    fused = "blk.0.attn_qkv.weight" in file.tensors
+    rows, sharing = (_matrix(file, f"blk.0.attn_{'qkv' if fused else 'q'}.weight")[0], heads + 2 * kv_heads * fused)
+    if rows % (2 * sharing) or heads % kv_heads:
         raise InputError(
-            f"{file.path}: {queries} query rows, {heads} heads and {kv_heads} key-value heads do not fit together; "
-            "get the file again"
+            f"{file.path}: {rows} {'query, key and value' if fused else 'query'} rows, {heads} heads and {kv_heads} "
+            "key-value heads do not fit together; get the file again"
         )
-    return queries // heads
+    return rows // sharing
 
 
 def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
@@ -136,14 +117,4 @@ def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
     keys: dict[str, Any] = {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if rope["rope_type"] != "default":
         keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return keys
-
-
-def _bias_keys(file: GgufFile, family: Family) -> dict[str, bool]:
-    """Whether attention and MLP have biases, for the families whose config.json says so."""
-    keys = {}
-    if family.qkv_bias == "config":
-        keys["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if family.mlp_bias == "config":
-        keys["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     return keys

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 
 from quantkit.errors import InputError, StorageError
 
@@ -113,6 +114,12 @@ def _check_start(file: Path) -> None:
         raise InputError(f"{file} is not a GGUF file: it starts with {start[:4]!r}, not b'GGUF'")
     if len(start) < 24:
         raise StorageError(f"{file} is truncated or damaged (it ends after {len(start)} bytes); get the file again")
+    version = int.from_bytes(start[4:8], "little")
+    if version & 0xFFFF and version not in READER_SUPPORTED_VERSIONS:  # else of the other byte order
+        raise InputError(
+            f"{file} is of GGUF version {version}, but versions {' and '.join(map(str, READER_SUPPORTED_VERSIONS))} "
+            "are read; convert the model to GGUF again"
+        )
 
 
 class _BoundedReader(GGUFReader):  # type: ignore[misc]  # gguf carries no types
@@ -132,6 +139,12 @@ class _BoundedReader(GGUFReader):  # type: ignore[misc]  # gguf carries no types
                 raise InputError(
                     f"tensor {field.name} has ggml type number {kind}, which the installed gguf package does not know; "
                     "upgrade it with 'pip install -U gguf'"
+                )
+            row, (block, _) = int(field.parts[3][0]), GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            if row % block:
+                raise InputError(
+                    f"rows of tensor {field.name} have {row} numbers, which is no whole number of "
+                    f"{GGMLQuantizationType(kind).name} blocks of {block}; convert the model to GGUF again"
                 )
         super()._build_tensors(start_offs, fields)
 

@@ -21,22 +21,45 @@ from quantkit.errors import InputError
 from quantkit.gguf_import.reader import GgufFile
 
 ROPE_FREQS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+TABLES = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are settings, not weights
+_PARTIAL = ("phi3",)  # whose heads may be rotated in part
 Vector = NDArray[np.float64]
 
 
 def rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """`rope_type`, `rope_theta` and what the type needs. Refuses what the Llama and Qwen models cannot compute."""
+    """`rope_type`, `rope_theta` and what the type needs. Refuses what the family cannot compute."""
     prefix = f"{file.architecture}.rope"
     rotated = file.find(f"{prefix}.dimension_count", int) or head_dim
+    partial = {}
     if rotated != head_dim:
-        raise InputError(
-            f"{file.path} rotates {rotated} of {head_dim} dimensions per head; only whole heads are supported"
-        )
+        if file.architecture not in _PARTIAL or not 0 < rotated < head_dim:
+            raise InputError(
+                f"{file.path} rotates {rotated} of {head_dim} dimensions per head; only whole heads are supported"
+            )
+        partial = {"partial_rotary_factor": rotated / head_dim}
     theta = file.number(f"{prefix}.freq_base") or 10000.0
-    scaling = _scaling(file, f"{prefix}.scaling")
+    long = LONG_FACTORS in file.tensors
+    scaling = _long_factors(file, rotated) if long else _scaling(file, f"{prefix}.scaling")
     if ROPE_FREQS in file.tensors:
         scaling = _from_table(file, theta, head_dim, scaling)
-    return {"rope_type": "default", "rope_theta": theta, **scaling}
+    return {"rope_type": "default", "rope_theta": theta, **partial, **scaling}
+
+
+def _long_factors(file: GgufFile, rotated: int) -> dict[str, Any]:
+    """Phi-3's tables, one for texts up to the original context and one for longer ones."""
+    factors = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
+    found: dict[str, Any] = {"rope_type": "longrope"}
+    for key, name in factors.items():
+        if file.shape(name) != (rotated // 2,):
+            raise InputError(f"{file.path}: {name} must hold {rotated // 2} numbers; get the file again")
+        tensor = file.tensors[name]
+        numbers = dequantize(tensor.data, tensor.tensor_type).ravel()
+        found[key] = [float(str(np.float32(number))) for number in numbers]
+    original = file.need(f"{file.architecture}.rope.scaling.original_context_length", int)
+    found["original_max_position_embeddings"] = original
+    attention = file.number(f"{file.architecture}.rope.scaling.attn_factor")
+    return found if attention is None else {**found, "attention_factor": attention}
 
 
 def _scaling(file: GgufFile, prefix: str) -> dict[str, Any]:

@@ -28,12 +28,12 @@ def _words(digits: str) -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _cased_words() -> str:
-    """Mistral's Tekken rule: words also end where lower case turns into upper case."""
+def _cased_words(digits: str = r"\p{N}", ending: str = "") -> str:
+    """Mistral's Tekken rule: words also end where lower case turns into upper case. GPT-4o's has contractions, too."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     sign = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{sign}{upper}*{lower}+|{sign}{upper}+{lower}*"
-    return words + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    words = f"{sign}{upper}*{lower}+{ending}|{sign}{upper}+{lower}*{ending}"
+    return rf"{words}|{digits}" + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,16 @@ class SplitRule:
     whole_words_first: bool = False  # a piece that is a token needs no merges
     adds_bos: bool = False  # where the file does not say
     composes: bool = False  # Unicode NFC before anything else
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        """What cuts text, and turns bytes into the letters that stand for them."""
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        if self.single_digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        if self.pattern:
+            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None))
+        return pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
 
 
 _GPT2 = SplitRule()
@@ -62,6 +72,8 @@ SPLIT_RULES = {
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": SplitRule(_words(r"\p{N}")),
+    "dbrx": SplitRule(_words(r"\p{N}{1,3}")),
+    "gpt-4o": SplitRule(_cased_words(r"\p{N}{1,3}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?")),
     "tekken": SplitRule(_cased_words(), whole_words_first=True, adds_bos=True),
 }
 
@@ -145,13 +157,7 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary, rule: SplitRule) -> Toke
     tokenizer = _bpe(file, vocabulary, merges, ignore_merges=rule.whole_words_first)
     if rule.composes:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[pre_tokenizers.PreTokenizer] = []
-    if rule.single_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if rule.pattern:
-        steps.append(pre_tokenizers.Split(Regex(rule.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    tokenizer.pre_tokenizer = rule.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

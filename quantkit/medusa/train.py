@@ -97,6 +97,8 @@ def train_medusa(
     """
     options = options or TrainOptions()
     checkpoint = Checkpoint(model_folder(model))
+    if checkpoint.gguf is not None:
+        raise InputError(f"heads are trained for a folder, but '{model}' is a GGUF file; import it first")
     target = Target.of(checkpoint)
     folder = choose_output(checkpoint.folder, output)
     texts = read_texts(checkpoint, text, heldout, options.seed, options.self_generated * (PROMPT + SAMPLED))
@@ -112,6 +114,7 @@ def train_medusa(
         )
     weights = llm.engine.runner.decoder.weights
     lm_head, embedding = LmHead.of(llm.engine, checkpoint), weights.embedding
+    assert isinstance(embedding, Tensor)  # only GGUF files have it in blocks
     learned = _training_traces(llm, texts, prompts, options.seed, stage)
     heads = MedusaHeads(target.hidden_size, options.heads, options.layers).to(embedding.device)
     losses = fit(heads, lm_head, embedding, learned, options, stage)

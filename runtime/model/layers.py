@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit.kernels.linear.cpu.slabs import plain
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare_plain
+from quantkit.runtime.model.embedding import BlockEmbedding
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ class Block:
 class Weights:
     """All weights of a model, or those of one rank (`ranks.py`)."""
 
-    embedding: Tensor  # [vocab, hidden]; of several ranks each has its rows, and those of later stages none
+    # [vocab, hidden]; of several ranks each has its rows, and those of later stages none
+    embedding: Tensor | BlockEmbedding
     blocks: tuple[Block, ...]
     norm: Tensor | None  # on the last stage only
     head: Linear  # this rank's part of the vocabulary; without weights on later stages

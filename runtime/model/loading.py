@@ -14,6 +14,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.progress import Progress, silent
 from quantkit.runtime.model.config import ROUTED, ModelConfig
+from quantkit.runtime.model.embedding import EMBEDDING, BlockEmbedding
 from quantkit.runtime.model.expert_stacks import TRIED_ROWS, read_stack, why_not_stacked
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
 from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
@@ -35,26 +36,22 @@ def load_weights(
 ) -> Weights:
     """Every weight of a model, or those of one rank, on its device. `config` is the whole model's."""
     reader = Reader(checkpoint, config, dtype, device)
-    rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
-    kept = reader.matrix_dtype("model.embed_tokens.weight")
-    embedding = torch.empty(rows.stop - rows.start, config.hidden, dtype=kept, device=device)
-    if ranks.first_stage:
-        reader.fill(embedding, "model.embed_tokens.weight", (config.vocab, config.hidden), rows)
+    embedding = reader.embedding(ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0))
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
     norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
     head = head_in_bits(_head(reader, embedding, ranks), head_bits, dtype, reader.prepared)
     return Weights(embedding, blocks, norm, head)
 
 
-def _head(reader: Reader, embedding: Tensor, ranks: Ranks) -> Linear:
+def _head(reader: Reader, embedding: Tensor | BlockEmbedding, ranks: Ranks) -> Linear:
     config = reader.config
     if not ranks.first_stage:
         return Linear(())
-    if config.tied:
+    if config.tied and isinstance(embedding, Tensor):
         return Linear((embedding,))
     rows = ranks.vocabulary(config.vocab)
     share = GroupShare((Share((rows,), slice(0, config.hidden)),)) if ranks.tensor > 1 else None
-    return reader.linear(["lm_head"], [config.vocab], config.hidden, share)
+    return reader.linear([EMBEDDING if config.tied else "lm_head"], [config.vocab], config.hidden, share)
 
 
 def load_blocks(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import QuantkitError, StorageError
-from quantkit.formats import Format, Index, QuantizedWeight, Shape
+from quantkit.formats import Format, Gguf, Index, QuantizedWeight, Shape
 from quantkit.kernels.card import card_of
 from quantkit.kernels.linear.decoded import DecodedWeight, why_card_decodes
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
@@ -25,6 +25,7 @@ from quantkit.kernels.linear.op import LinearWeight, linear, prepare
 from quantkit.kernels.linear.weight_only.weight import PackedWeight
 from quantkit.kernels.reference import linear as reference
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.embedding import EMBEDDING, BlockEmbedding
 from quantkit.runtime.model.layers import Linear
 from quantkit.runtime.model.shards import GroupShare, Share, length, pieces
 from quantkit.runtime.model.weight_sizes import held_dtype
@@ -80,6 +81,18 @@ class Reader:
         if stored is None or not self.keeps_halves or self.device.type != "cpu":
             return self.dtype
         return held_dtype(stored.info, self.dtype)
+
+    def embedding(self, rows: slice) -> Tensor | BlockEmbedding:
+        """Some rows of it; those that the checkpoint has in GGUF blocks stay there, on a CPU in the mapped file."""
+        name, shape = f"{EMBEDDING}.weight", (self.config.vocab, self.config.hidden)
+        fmt = self.checkpoint.formats.get(EMBEDDING)
+        if isinstance(fmt, Gguf):
+            self._check_shape(EMBEDDING, self.checkpoint.layer_shape(EMBEDDING), shape)
+            return BlockEmbedding(fmt, self.checkpoint.rows(name, rows).to(self.device), self.dtype)
+        embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=self.matrix_dtype(name), device=self.device)
+        if len(embedding):
+            self.fill(embedding, name, shape, rows)
+        return embedding
 
     def linear(
         self,

@@ -10,6 +10,7 @@ from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import TensorInfo
 from quantkit.kernels.cpu import installed
+from quantkit.runtime.model.embedding import EMBEDDING
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -36,6 +37,8 @@ def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
         held = dtype if name in decoded else held_dtype(stored.info, dtype)
         item = torch.float32.itemsize if name in precise else held.itemsize
         found[name] = math.prod(stored.info.shape) * item if name in plain else stored.nbytes
+    if EMBEDDING in checkpoint.formats and family and family.tied(config):
+        found |= {name: 2 * found[name] for name in checkpoint.part_names(EMBEDDING)}  # laid out for the head as well
     for module in family.decoded_at_load(config) if family else ():
         if module in checkpoint.formats:
             first, *others = checkpoint.part_names(module)

@@ -161,17 +161,46 @@ def test_a_token_does_not_see_the_others(device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [3, 17])
 def test_a_router_by_its_weight(tokens: int, device: str) -> None:
-    """Few tokens are routed in the launch that multiplies; both ways choose as the logits say."""
+    """Few tokens are routed in the launch that multiplies, and not listed; both ways choose as the logits say."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, 64, generator=random).bfloat16().to(device)
     router = dense.lay_out(torch.randn(5, 64, generator=random).bfloat16().to(device))
-    routes = routes_of(x, router, Rule(2), 8)
+    routes = routes_of(x, router, Rule(2), FEW)
+    assert (routes.order is None) == (tokens <= FEW.tile)  # FEW shares inputs, which several tiles of a program do not
     logits = (x.double() @ router.values.double().mT).bfloat16()
     chosen, _ = reference.choose_experts(logits, 2, normalized=True)
     assert torch.equal(routes.chosen.long(), chosen.sort(-1).values)
-    by_function = routes_of(x, lambda x: (x.double() @ router.values.double().mT).bfloat16(), Rule(2), 8)
-    assert torch.equal(by_function.order, routes.order)
-    assert torch.equal(by_function.tiles[0], routes.tiles[0])
+    by_function = routes_of(x, lambda x: (x.double() @ router.values.double().mT).bfloat16(), Rule(2), FEW)
+    assert by_function.order is not None
+    assert torch.equal(by_function.chosen, routes.chosen)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "splits", "own"),
+    [
+        ("half", 1, 2, range(5)),
+        ("w4g32", 7, 2, range(5)),
+        ("nf4", 8, 1, range(1, 3)),
+        ("w4g32", 2, 2, range(4)),  # more experts than pairs, and some of another rank
+        ("half", 30, 1, range(2, 5)),
+        ("w4g32", 19, 1, range(5)),
+    ],
+)
+def test_pairs_that_nobody_listed(name: str, tokens: int, splits: int, own: range, device: str) -> None:
+    """To the bit what comes of a list, under the numbers of the pairs; several tiles of an expert too."""
+    layer = Layer(FORMATS[name], torch.bfloat16, device, experts=len(own))
+    logits = torch.randn(tokens, 5, generator=torch.Generator().manual_seed(tokens)).to(device)
+    logits[:, 2] += 3  # which most tokens choose
+    routes = route(logits, Rule(2), 8, own=own)
+    assert routes.order is not None
+    listed = routes.order[: int((routes.weights != 0).sum())].long()  # those of other ranks count 0
+    x = torch.randn(tokens, layer.hidden, device=device).bfloat16()
+    how, active = TileConfig(64, 2, 3, splits=splits), {}
+    for used in (routes, routes.unlisted):
+        active[used] = layer.gate_up.matmul(x, used, how, "silu")
+    assert torch.equal(active[routes][: len(listed)], active[routes.unlisted][listed])
+    found = [layer.down.matmul(active[used], used, how)[listed] for used in (routes, routes.unlisted)]
+    assert torch.equal(*found)
 
 
 def scattered(plane: IntegerWeight, seed: int) -> IntegerWeight:
@@ -242,6 +271,9 @@ def test_refusals(device: str) -> None:
     biased = replace(layer.gate_up, bias=torch.zeros(2 * EXPERTS, 8, device=device).bfloat16())
     with pytest.raises(InputError, match=r"bias has shape \[6, 8\], but must be \[6, 64\]"):
         biased.matmul(x, routes, TileConfig(), "silu")
+    several = route(torch.randn(9, EXPERTS, device=device), Rule(2), 8).unlisted
+    with pytest.raises(InputError, match="18 pairs in tiles of 8 and 2 splits must be listed"):
+        layer.gate_up.matmul(torch.cat([x] * 5)[:9], several, TileConfig(splits=2), "silu")
     stack = PackedStack(2)
     stack.put(0, lay_out(CtPacked(group_size=32).quantize(torch.ones(8, 64))))
     with pytest.raises(InputError, match="experts of one layer differ: one is int4-g16 of 8 x 64, others are int4-g32"):

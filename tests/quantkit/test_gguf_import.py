@@ -16,8 +16,9 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
+from gguf_files import SPECIAL, permuted, tiny_tokenizer, write_vocabulary
 from quantkit.checkpoint import Checkpoint
 from quantkit.cli import main
 from quantkit.gguf_import import import_gguf
@@ -31,10 +32,6 @@ TEXTS = (
     "it's THEY'RE don't",
     "",
 )
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -43,16 +40,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-}
-QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {
-    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "qwen2": [
-        pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ],
 }
 Change = Callable[[gguf.GGUFWriter], None]
 
@@ -64,21 +51,6 @@ def tiny_model(arch: str, **settings: Any) -> Any:
     for parameter in model.parameters():  # biases and norms too, so that none can be lost unseen
         torch.nn.init.normal_(parameter, std=0.3)
     return model
-
-
-def tiny_tokenizer(split: str) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[split])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=310,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the theory of other 1969 1970 words it's the others' \n\n   café"] * 3, trainer)
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
-    return tokenizer
 
 
 def write_gguf(
@@ -93,7 +65,7 @@ def write_gguf(
     arch = model.config.model_type
     writer = gguf.GGUFWriter(path, arch)
     write_metadata(writer, model.config)
-    write_vocabulary(writer, arch, tokenizer or tiny_tokenizer("smollm" if arch == "llama" else "qwen2"))
+    write_vocabulary(writer, "smollm" if arch == "llama" else "qwen2", tokenizer)
     if change is not None:
         change(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], model.config.num_hidden_layers)
@@ -116,10 +88,6 @@ def write_gguf(
     return path
 
 
-def permuted(data: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    return data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-
-
 def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -129,23 +97,6 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-
-
-def write_vocabulary(writer: gguf.GGUFWriter, arch: str, tokenizer: Tokenizer) -> None:
-    state = json.loads(tokenizer.to_str())
-    ids = tokenizer.get_vocab()
-    tokens = sorted(ids, key=ids.__getitem__)
-    kinds = {token["content"]: 3 if token["special"] else 4 for token in state["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm" if arch == "llama" else "qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([kinds.get(token, 1) for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
 
 
 def rounded(model: Any, kind: Type) -> Any:

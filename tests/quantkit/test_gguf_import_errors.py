@@ -1,4 +1,4 @@
-"""Wrong input to `quantkit import`: one clear line, exit code 2, nothing left behind."""
+"""Wrong input to `quantkit import`, and files that cannot be run: one clear line, exit code 2, nothing left behind."""
 
 from __future__ import annotations
 
@@ -115,15 +115,15 @@ def test_length_field_beyond_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_other_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, write_gguf(tmp_path / "f.gguf", arch="gemma2"))
-    assert "'gemma2'" in line
-    assert "llama, qwen2, qwen3" in line
+    line = refused(capsys, write_gguf(tmp_path / "f.gguf", arch="mamba"))
+    assert "'mamba'" in line
+    assert "gemma2, gemma3, llama, phi3, qwen2, qwen2moe, qwen3, qwen3moe" in line
 
 
 @pytest.mark.parametrize(
     ("key", "value", "word"),
     [
-        ("llama.expert_count", 8, "mixture of experts"),
+        ("llama.expert_count", 8, "lacks the metadata 'llama.expert_used_count'"),
         ("split.count", 3, "one of 3 parts"),
         ("llama.attention.head_count", 0, "positive number"),
         ("llama.attention.head_count", [2, 4], "positive number"),
@@ -214,3 +214,47 @@ def test_output_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_unknown_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'float16'" in refused(capsys, write_gguf(tmp_path / "f.gguf"), "--dtype", "floot16")
+
+
+def test_wrong_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = write_gguf(tmp_path / "f.gguf").read_bytes()
+    (tmp_path / "f.gguf").write_bytes(content[:4] + (9).to_bytes(4, "little") + content[8:])
+    assert "is of GGUF version 9, but versions 2 and 3 are read" in refused(capsys, tmp_path / "f.gguf")
+
+
+def test_rows_that_are_no_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = bytearray(write_gguf(tmp_path / "f.gguf").read_bytes())
+    place = content.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 4 + 2 * 8
+    content[place] = Type.Q4_K
+    (tmp_path / "f.gguf").write_bytes(content)
+    line = refused(capsys, tmp_path / "f.gguf")
+    assert "rows of tensor blk.0.ffn_down.weight have 64 numbers, which is no whole number of Q4_K blocks" in line
+
+
+RUN = (("inspect",), ("generate", "a"), ("eval",), ("bench", "engine", "--device", "cpu"), ("serve", "--device", "cpu"))
+
+
+@pytest.mark.parametrize("command", RUN, ids=lambda command: command[0])
+def test_commands_refuse_what_cannot_be_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """The same lines as of an import, and no folder is left in the cache."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    wrong = {
+        "is truncated or damaged": whole[:-20000],
+        "is of GGUF version 7": whole[:4] + b"\x07" + whole[5:],
+        "holds no tokenizer": write_gguf(tmp_path / "mute.gguf", drop="tokenizer.ggml.tokens").read_bytes(),
+        "holds a 'mamba' model, which is not supported": write_gguf(tmp_path / "other.gguf", arch="mamba").read_bytes(),
+    }
+    name, *rest = command
+    at = 1 if name == "bench" else 0
+    for words, content in wrong.items():
+        (tmp_path / "f.gguf").write_bytes(content)
+        with pytest.raises(SystemExit) as stopped:
+            main([name, *rest[:at], str(tmp_path / "f.gguf"), *rest[at:]])
+        captured = capsys.readouterr()
+        assert stopped.value.code == 2, captured.err
+        assert words in captured.err
+        assert captured.err.count("\n") == 1, captured.err
+    assert not (tmp_path / "home").exists()

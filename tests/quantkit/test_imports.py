@@ -26,20 +26,23 @@ ALLOWED: dict[str, set[str]] = {
     "formats": {"errors"},
     "stages": set(),
     "arch": {"errors", "stages"},
-    "sources": {"errors"},
+    "sources": {"errors", "gguf_import"},
+    "gguf_view": {"errors", "formats"},
     "bundled": set(),
     "methods": {"errors", "formats", "kernels"},
-    "checkpoint": {"arch", "errors", "formats"},
+    "checkpoint": {"arch", "errors", "formats", "gguf_view"},
     "storage": {"errors"},
     "checksums": set(),
     "checkpoint_writer": {"errors", "formats", "checkpoint", "storage", "checksums"},
     "recipe": {"errors", "formats", "arch", "methods", "strict_yaml"},
     "engine_runs": set(),
     "engines": {"engine_runs", "errors", "formats"},
-    "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer", "provenance"},
+    "gguf_import": {"errors", "formats", "arch", "checkpoint", "checkpoint_writer", "gguf_view", "stages"},
+    "gguf_export": {"arch", "checkpoint", "checkpoint_writer", "checksums", "formats", "gguf_import", "reference"}
+    | {"sources", "storage"},
     "kernels": {"errors", "formats"},
     "calibration": {"bundled"},
-    "provenance": {"bundled", "checkpoint", "sources"},
+    "provenance": {"bundled", "checkpoint", "gguf_view", "sources"},
     "divergence": set(),
     "served": {"checkpoint"},
     "expert_check": {"arch", "checkpoint", "stages"},
@@ -53,8 +56,8 @@ ALLOWED["reference"] |= {"expert_check"}
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "expert_check", "passes"}
 ALLOWED["pipeline"] |= {"devices", "provenance", "reference", "skeleton", "stages", "storage", "checksums", "wording"}
-ALLOWED["convert"] = ALLOWED["pipeline"] | {"pipeline"}
-ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "sources"}
+ALLOWED["convert"] = ALLOWED["pipeline"] | {"gguf_export", "pipeline"}
+ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "gguf_view", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
 ALLOWED["planning"] |= {"blocks", "passes", "pipeline", "stages", "wording"}
 ALLOWED["runtime"] = {

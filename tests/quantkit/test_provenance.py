@@ -9,14 +9,13 @@ import pytest
 
 from quantkit.calibration import Calibration
 from quantkit.convert import convert
+from quantkit.gguf_view import IMPORT_RECORD, import_record
 from quantkit.pipeline import quantize
 from quantkit.provenance import (
-    IMPORT_RECORD,
     QUANTIZATION_LOG,
     CalibrationData,
     Origin,
     Provenance,
-    import_record,
     origin_of,
     provenance_of,
 )

@@ -31,6 +31,8 @@ MEASURED = {  # minutes, and numbers that need a tolerance
     ("docs/eval.md", "quantkit eval demo-awq --base demo --layers"),
 }
 ELSEWHERE = {  # with what the test must prepare for them
+    ("docs/gguf.md", "quantkit convert demo --to gguf -o demo.gguf"):
+        "tests/quantkit/gguf_export/test_export.py::test_the_documented_command",
     ("docs/scaling.md", "quantkit inspect model-w4 --launch --tensor-parallel 2 --max-context 8192"):
         "tests/quantkit/test_launch.py::test_the_documented_commands",
     ("docs/eval.md", "quantkit eval draft-w2 --base demo-draft --behaviour --behaviour-tokens 64 --behaviour-gate"):

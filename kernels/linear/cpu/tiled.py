@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, IntegerWeight, QuantizedWeight
+from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, GgufWeight, IntegerWeight, QuantizedWeight
 from quantkit.formats.base import InputRounding
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
@@ -23,6 +23,7 @@ TILE_ROWS = 16  # outputs, as `kernels/cpu/tiles.py` has it
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
 _SHORT = 1024  # inputs of a row with one scale, up to which it is padded to whole steps and not to whole blocks
 _PIECES = 8  # of a product for each thread: who is free takes the next
+_WIDER = {3: 4, 5: 6}  # bits that codes get whose own make planes of one bit
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
 # Bytes of a vector -> digits of x -> tokens that share what was decoded, as far as there are registers for their sums.
 _AT_ONCE = {
@@ -37,7 +38,7 @@ class Plan(NamedTuple):
 
     kernel: int
     weight: tuple[int, ...]  # its first arguments
-    sizes: tuple[int, ...]  # its last
+    sizes: tuple[int, ...]  # its last but one
     room: int  # tokens that x has room for
     inputs: int
     pieces: int
@@ -51,6 +52,8 @@ class Tiles:
     scales  float [tiles, groups, 16]
     zeros   uint8 [tiles, groups, 16] | None
     block   inputs of x that share a scale; a group has one block or several
+    lows    [tiles, groups, 16] | None: what is added to every weight of a group; in the dtype of `scales`
+    outer   float16 [tiles, groups / every, 16] | None: scales and lows are int8 then, times these
     """
 
     meaning: Codes
@@ -59,11 +62,25 @@ class Tiles:
     zeros: Tensor | None
     group: int
     block: int
+    lows: Tensor | None = None
+    outer_scales: Tensor | None = None
+    outer_lows: Tensor | None = None
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        return self.codes.nbytes + sum(part.nbytes for part in self._numbers.values() if part is not None)
+
+    @property
+    def _numbers(self) -> dict[str, Tensor | None]:
+        """All but the codes."""
+        names = ("scales", "zeros", "lows", "outer_scales", "outer_lows")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def every(self) -> int:
+        """Groups that share an outer scale."""
+        return 1 if self.outer_scales is None else self.scales.shape[1] // self.outer_scales.shape[1]
 
     def plan(
         self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int, outliers: bool = False
@@ -83,12 +100,14 @@ class Tiles:
         together = max(count for count in _AT_ONCE[this_processor().vector][digits] if count <= tokens)
         count, groups = len(self.codes), self.scales.shape[1]
         each = max(1, count // (_PIECES * threads))
-        inputs, zeros = groups * self.group, 0 if self.zeros is None else self.zeros.data_ptr()
-        kind = Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype, outliers)
+        inputs = groups * self.group
+        lows = None if self.lows is None else self.lows.dtype
+        kind = Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype, self.every, lows, outliers)
+        scales, zeros, *others = (0 if part is None else part.data_ptr() for part in self._numbers.values())
         return Plan(
             kernel=kernel(kind),
-            weight=(self.codes.data_ptr(), self.scales.data_ptr(), zeros),
-            sizes=(outputs, inputs, groups, self.group // self.block, each),
+            weight=(self.codes.data_ptr(), scales, zeros),
+            sizes=(outputs, inputs, groups, self.group // self.block, each, *others),
             room=padded(tokens, together),
             inputs=inputs,
             pieces=-(-count // each),
@@ -97,7 +116,7 @@ class Tiles:
     @property
     def kind(self) -> tuple[object, ...]:
         """What those have in common that can be joined."""
-        return self.meaning, self.group, self.block, self.scales.shape[1:], self.scales.dtype
+        return self.meaning, self.group, self.block, self.scales.shape[1:], self.scales.dtype, self.every
 
     def join(self, others: list[Tiles]) -> Tiles:
         """With the tiles of others of the same kind."""
@@ -106,8 +125,16 @@ class Tiles:
             self,
             codes=torch.cat([part.codes for part in parts]),
             scales=torch.cat([part.scales for part in parts]),
-            zeros=None if self.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+            zeros=_joined([part.zeros for part in parts]),
+            lows=_joined([part.lows for part in parts]),
+            outer_scales=_joined([part.outer_scales for part in parts]),
+            outer_lows=_joined([part.outer_lows for part in parts]),
         )
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 def tiles_of(weight: QuantizedWeight) -> Tiles | None:
@@ -118,6 +145,8 @@ def tiles_of(weight: QuantizedWeight) -> Tiles | None:
         return _of_integers(weight)
     if isinstance(weight, CodebookWeight):
         return _of_table(weight)
+    if isinstance(weight, GgufWeight):
+        return _of_blocks(weight)
     return _of_bytes(weight) if isinstance(weight, AbsmaxInt8Weight) else None
 
 
@@ -159,6 +188,32 @@ def _of_table(weight: CodebookWeight) -> Tiles | None:
         digits, scale = [first, middle - (first << 8), last - (middle << 8)], 1 / _THREE_DIGITS
     meaning = Codes(4, digits=tuple(tuple(digit.tolist()) for digit in digits), scale=scale)
     return _packed(meaning, weight.codes.view(weight.shape), weight.block_scales.view(weight.shape[0], -1))
+
+
+def _of_blocks(weight: GgufWeight) -> Tiles | None:
+    """Small scales and minimums stay whole numbers where a block has several."""
+    from quantkit.kernels.cpu.processor import this_processor
+    from quantkit.kernels.cpu.tiles import PLANES, Codes, by_tile
+
+    kind = weight.kind
+    shift = 128 if kind.bits == 8 and this_processor().multiplies_signed else 0
+    codes = weight.codes ^ shift if shift else weight.codes
+    # A plane of one bit needs steps of 32 inputs.
+    bits = kind.bits if weight.group % 32 == 0 or 1 not in PLANES[kind.bits] else _WIDER[kind.bits]
+    meaning = Codes(4, digits=(kind.table,)) if kind.table else Codes(bits, zero=kind.zero - shift)
+    outer_scales = outer_lows = None
+    if weight.scales is None:
+        scales, lows = weight.scale, weight.minimum
+    elif weight.block > weight.group:
+        scales, lows, outer_scales = weight.scales, weight.mins, weight.scale
+        outer_lows = None if weight.minimum is None else -weight.minimum
+    else:  # a cut went through blocks
+        scales, lows = weight.group_scales, weight.group_lows
+    packed = _packed(meaning, codes, scales)
+    lows, outer_scales, outer_lows = (
+        None if part is None else by_tile(part) for part in (lows, outer_scales, outer_lows)
+    )
+    return packed and replace(packed, lows=lows, outer_scales=outer_scales, outer_lows=outer_lows)
 
 
 def _packed(meaning: Codes, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tiles | None:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, Float8Weight, Format, IntegerWeight, QuantizedWeight
+from quantkit.formats import (
+    AbsmaxInt8Weight,
+    CodebookWeight,
+    Float8Weight,
+    Format,
+    GgufWeight,
+    IntegerWeight,
+    QuantizedWeight,
+)
 from quantkit.formats.ct_float8 import BLOCK
 from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
@@ -83,6 +91,8 @@ def why_not(quantized: QuantizedWeight) -> str | None:
     if isinstance(quantized, CodebookWeight):
         across = quantized.shape[1] % quantized.block
         return f"blocks of {quantized.block} across the ends of rows of {quantized.shape[1]} inputs" if across else None
+    if isinstance(quantized, GgufWeight):
+        return None if installed.can_compile() and quantized.group % 16 == 0 else "GGUF blocks without their kernel"
     if isinstance(quantized, Float8Weight):
         ragged = quantized.scales.shape[1] > 1 and quantized.shape[1] % BLOCK
         return f"blocks of {BLOCK} that do not divide {quantized.shape[1]} inputs" if ragged else None

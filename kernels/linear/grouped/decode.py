@@ -13,7 +13,7 @@ import triton.language as tl
 from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_dtype
-from quantkit.kernels.linear.grouped.packed import decode_plane, scales_of_plane
+from quantkit.kernels.linear.grouped.planes import decode_plane, scales_of_plane
 from quantkit.kernels.linear.grouped.weight import GroupedHalf, GroupedPacked
 from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly
 from quantkit.kernels.linear.weight_only.unpack import operand, to_half

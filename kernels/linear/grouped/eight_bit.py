@@ -21,7 +21,15 @@ from quantkit.kernels.chain import wait_for_last
 from quantkit.kernels.linear.eight_bit.matmul import add_gathered
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows, rounded_to_float8, to_float8
 from quantkit.kernels.linear.grouped.routes import Routes
-from quantkit.kernels.linear.grouped.tile import CHANGING, TileConfig, dot, finish_tile, prepare_launch, rows_of_tile
+from quantkit.kernels.linear.grouped.tile import (
+    CHANGING,
+    TileConfig,
+    dot,
+    finish_tile,
+    pairs_of_program,
+    prepare_launch,
+    rows_of_tile,
+)
 from quantkit.kernels.linear.grouped.weight import Clip, GroupedEightBit
 from quantkit.kernels.linear.weight import CHUNK
 
@@ -150,6 +158,11 @@ def _grouped_eight_bit(
     CLIPPED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    LISTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    CHOICES: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -160,49 +173,48 @@ def _grouped_eight_bit(
     split = tl.program_id(2)
     step = tl.arange(0, 128)
     wait_for_last(CHAINED)
-    expert = tl.load(tiles + tl.program_id(0))
-    if expert < 0:
-        return
-    source, target, here = rows_of_tile(order, tiles, most, PER_TOKEN, GATED, TOKENS)
+    expert, start, end, ranks = pairs_of_program(order, tiles, most, LISTED, BY_PAIR, FIRST, END, CHOICES)
     plane = expert * 2 if GATED else expert
     gate_rows = weights + plane.to(tl.int64) * weights_of_plane + row[:, None] * columns
     up_rows = gate_rows + weights_of_plane
     gate_scales = weight_scales + plane * scales_of_plane
     up_scales = gate_scales + scales_of_plane
-    gate_input, up_input, token_scale = 0.0, 0.0, 0.0
-    if ACTIVATIONS == "static":
-        gate_input = tl.load(input_scales + plane)
-        up_input = tl.load(input_scales + plane + 1) if GATED else gate_input
-    if ACTIVATIONS == "token" or ACTIVATIONS == "outliers":
-        token_scale = tl.load(code_scales + source, mask=here, other=0.0)
-    acc = tl.zeros((OUTPUTS, TOKENS), tl.float32 if FLOAT8 else tl.int32)
-    up = tl.zeros((OUTPUTS, TOKENS), tl.float32 if FLOAT8 else tl.int32)
     first = split * per_split
-    for position in range(first, tl.minimum(first + per_split, steps)):
-        column = position * 128 + step
-        if ACTIVATIONS == "exact" or ACTIVATIONS == "static":
-            mask = here[None, :] & (column < inputs)[:, None]
-            value = tl.load(x + (source * x_stride)[None, :] + column[:, None], mask=mask, other=0.0)
-        else:
-            place = codes + source.to(tl.int64)[None, :] * columns + column[:, None]
-            value = tl.load(place, mask=here[None, :], other=0.0)
-        block_scale = token_scale
-        if ACTIVATIONS == "block":
-            block_scale = tl.load(code_scales + position * rows_of_x + source, mask=here, other=0.0)
-        acc = _add_step(acc, value, gate_rows, gate_scales, gate_input, row, position, block_scale, columns // 128,
-                        FLOAT8, BLOCKS, ACTIVATIONS, EMULATED, STREAMED, DTYPE, INTERPRET)  # fmt: skip
+    for begin in range(start, end, TOKENS):
+        source, target, here = rows_of_tile(order, tiles, most, begin, ranks, PER_TOKEN, GATED, LISTED, TOKENS, CHOICES)
+        gate_input, up_input, token_scale = 0.0, 0.0, 0.0
+        if ACTIVATIONS == "static":
+            gate_input = tl.load(input_scales + plane)
+            up_input = tl.load(input_scales + plane + 1) if GATED else gate_input
+        if ACTIVATIONS == "token" or ACTIVATIONS == "outliers":
+            token_scale = tl.load(code_scales + source, mask=here, other=0.0)
+        acc = tl.zeros((OUTPUTS, TOKENS), tl.float32 if FLOAT8 else tl.int32)
+        up = tl.zeros((OUTPUTS, TOKENS), tl.float32 if FLOAT8 else tl.int32)
+        for position in range(first, tl.minimum(first + per_split, steps)):
+            column = position * 128 + step
+            if ACTIVATIONS == "exact" or ACTIVATIONS == "static":
+                mask = here[None, :] & (column < inputs)[:, None]
+                value = tl.load(x + (source * x_stride)[None, :] + column[:, None], mask=mask, other=0.0)
+            else:
+                place = codes + source.to(tl.int64)[None, :] * columns + column[:, None]
+                value = tl.load(place, mask=here[None, :], other=0.0)
+            block_scale = token_scale
+            if ACTIVATIONS == "block":
+                block_scale = tl.load(code_scales + position * rows_of_x + source, mask=here, other=0.0)
+            acc = _add_step(acc, value, gate_rows, gate_scales, gate_input, row, position, block_scale, columns // 128,
+                            FLOAT8, BLOCKS, ACTIVATIONS, EMULATED, STREAMED, DTYPE, INTERPRET)  # fmt: skip
+            if GATED:
+                up = _add_step(up, value, up_rows, up_scales, up_input, row, position, block_scale, columns // 128,
+                               FLOAT8, BLOCKS, ACTIVATIONS, EMULATED, STREAMED, DTYPE, INTERPRET)  # fmt: skip
+        gate_total = _scaled(acc, x, outliers, gate_rows, gate_scales, gate_input, token_scale, row, source, here,
+                             x_stride, split, splits, BLOCKS, ACTIVATIONS, DTYPE, INTERPRET)  # fmt: skip
+        up_total = gate_total
         if GATED:
-            up = _add_step(up, value, up_rows, up_scales, up_input, row, position, block_scale, columns // 128, FLOAT8,
-                           BLOCKS, ACTIVATIONS, EMULATED, STREAMED, DTYPE, INTERPRET)  # fmt: skip
-    gate_total = _scaled(acc, x, outliers, gate_rows, gate_scales, gate_input, token_scale, row, source, here, x_stride,
-                         split, splits, BLOCKS, ACTIVATIONS, DTYPE, INTERPRET)  # fmt: skip
-    up_total = gate_total
-    if GATED:
-        up_total = _scaled(up, x, outliers, up_rows, up_scales, up_input, token_scale, row, source, here, x_stride,
-                           split, splits, BLOCKS, ACTIVATIONS, DTYPE, INTERPRET)  # fmt: skip
-    finish_tile(gate_total, up_total, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits,
-                y_stride, limit, factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS,
-                TOKENS)  # fmt: skip
+            up_total = _scaled(up, x, outliers, up_rows, up_scales, up_input, token_scale, row, source, here, x_stride,
+                               split, splits, BLOCKS, ACTIVATIONS, DTYPE, INTERPRET)  # fmt: skip
+        finish_tile(gate_total, up_total, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits,
+                    y_stride, limit, factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS,
+                    TOKENS)  # fmt: skip
 
 
 def matmul(

@@ -1,4 +1,4 @@
-"""A layer of experts from its router's logits to the sum over each token's experts: four launches for few tokens.
+"""A layer of experts from its router to the sum over each token's experts: four launches for few tokens.
 
 routes = route(...)                       who goes where
 active = gate_up.matmul(x, routes, ...)   activation(gate) * up of every pair
@@ -17,7 +17,7 @@ from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.choices import Way, choose
 from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.router import MOST_TOKENS, route_tokens
-from quantkit.kernels.linear.grouped.routes import Routes, Rule
+from quantkit.kernels.linear.grouped.routes import Routes, Rule, can_stay_unlisted
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
 from quantkit.kernels.linear.op import linear
@@ -26,13 +26,16 @@ Router = HalfWeight | Callable[[Tensor], Tensor]
 
 
 def routes_of(
-    x: Tensor, router: Router, rule: Rule, tile: int, correction: Tensor | None = None, own: range | None = None
+    x: Tensor, router: Router, rule: Rule, way: Way, correction: Tensor | None = None, own: range | None = None
 ) -> Routes:
+    """As this way of computing them wants the pairs."""
     if not isinstance(router, HalfWeight):
-        return route(router(x), rule, tile, correction, own)
-    if x.shape[0] <= MOST_TOKENS:
-        return route_tokens(x, router, rule, tile, correction, own)
-    return route(linear(x, router), rule, tile, correction, own)
+        return route(router(x), rule, way.tile, correction, own)
+    splits = max(way.gate_up.splits, way.down.splits)
+    few = len(x) <= MOST_TOKENS and can_stay_unlisted(len(x), rule.per_token, way.tile, splits)
+    if few and not way.decoded:
+        return route_tokens(x, router, rule, way.tile, correction, own)
+    return route(linear(x, router), rule, way.tile, correction, own)
 
 
 def sum_of_experts(
@@ -58,7 +61,7 @@ def sum_of_experts(
     """
     if way is None:
         way = choose(gate_up, down, x.shape[0] * rule.per_token, card_of(x.device), experts)
-    routes = routes_of(x, router, rule, way.tile, correction, range(first, first + down.count))
+    routes = routes_of(x, router, rule, way, correction, range(first, first + down.count))
     weight = gate_up.in_half(x.dtype) if way.decoded else gate_up
     active = weight.matmul(x, routes, way.gate_up, activation, clip)
     del weight  # its memory serves down

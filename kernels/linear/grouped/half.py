@@ -21,6 +21,7 @@ from quantkit.kernels.linear.grouped.tile import (
     TileConfig,
     dot,
     finish_tile,
+    pairs_of_program,
     prepare_launch,
     rows_of_tile,
 )
@@ -67,6 +68,11 @@ def _grouped_half(
     CLIPPED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    LISTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    CHOICES: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -78,31 +84,30 @@ def _grouped_half(
     split = tl.program_id(2)
     step = tl.arange(0, DEPTH)
     wait_for_last(CHAINED)
-    expert = tl.load(tiles + tl.program_id(0))
-    if expert < 0:
-        return
-    source, target, here = rows_of_tile(order, tiles, most, PER_TOKEN, GATED, TOKENS)
+    expert, start, end, ranks = pairs_of_program(order, tiles, most, LISTED, BY_PAIR, FIRST, END, CHOICES)
     plane = expert * 2 if GATED else expert
     own = row if WHOLE_TILES else tl.minimum(row, outputs - 1)  # the last row again instead of the next plane's
     rows = weights + plane.to(tl.int64) * outputs * inputs + own[:, None] * inputs
     up_rows = weights + (plane + 1).to(tl.int64) * outputs * inputs + own[:, None] * inputs
-    x_rows = x + (source * x_stride)[None, :]
-    acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
-    up = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     first = split * per_split
-    for position in range(first, tl.minimum(first + per_split, steps)):
-        column = position * DEPTH + step
-        weight = _load_weight(rows, column, inputs, WHOLE_STEPS, STREAMED)
-        mask = here[None, :]
-        if not WHOLE_STEPS:
-            mask = mask & (column < inputs)[:, None]
-        value = tl.load(x_rows + column[:, None], mask=mask, other=0.0)  # [DEPTH, TOKENS]
-        acc = dot(weight, value, acc, INTERPRET)
-        if GATED:
-            weight = _load_weight(up_rows, column, inputs, WHOLE_STEPS, STREAMED)
-            up = dot(weight, value, up, INTERPRET)
-    finish_tile(acc, up, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits, y_stride, limit,
-                factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
+    for begin in range(start, end, TOKENS):
+        source, target, here = rows_of_tile(order, tiles, most, begin, ranks, PER_TOKEN, GATED, LISTED, TOKENS, CHOICES)
+        x_rows = x + (source * x_stride)[None, :]
+        acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+        up = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+        for position in range(first, tl.minimum(first + per_split, steps)):
+            column = position * DEPTH + step
+            weight = _load_weight(rows, column, inputs, WHOLE_STEPS, STREAMED)
+            mask = here[None, :]
+            if not WHOLE_STEPS:
+                mask = mask & (column < inputs)[:, None]
+            value = tl.load(x_rows + column[:, None], mask=mask, other=0.0)  # [DEPTH, TOKENS]
+            acc = dot(weight, value, acc, INTERPRET)
+            if GATED:
+                weight = _load_weight(up_rows, column, inputs, WHOLE_STEPS, STREAMED)
+                up = dot(weight, value, up, INTERPRET)
+        finish_tile(acc, up, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits, y_stride,
+                    limit, factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
 
 
 def matmul(

@@ -15,83 +15,22 @@ from torch import Tensor
 
 from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import wait_for_last
+from quantkit.kernels.linear.grouped.planes import decode_plane, scales_of_plane
 from quantkit.kernels.linear.grouped.routes import Routes
-from quantkit.kernels.linear.grouped.tile import CHANGING, TileConfig, dot, finish_tile, prepare_launch, rows_of_tile
+from quantkit.kernels.linear.grouped.tile import (
+    CHANGING,
+    TileConfig,
+    dot,
+    finish_tile,
+    pairs_of_program,
+    prepare_launch,
+    rows_of_tile,
+)
 from quantkit.kernels.linear.grouped.weight import Clip, GroupedPacked
 from quantkit.kernels.linear.weight import CHUNK
 from quantkit.kernels.linear.weight_only.assembly import PTX, assembly, pair_table
 from quantkit.kernels.linear.weight_only.static_shared import allow_tables
-from quantkit.kernels.linear.weight_only.unpack import (
-    decode_slabs,
-    load_offset,
-    load_scales,
-    load_zeros,
-    operand,
-    place_pairs,
-)
-
-
-@triton.jit
-def decode_plane(
-    words,
-    high,
-    zeros,
-    table,
-    plane,
-    chunk,
-    row,
-    rows,
-    words_of_plane,
-    zeros_of_plane,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """The slabs of one chunk of a plane, as `decode_slabs` gives them."""
-    begin = plane.to(tl.int64) * words_of_plane
-    place = (chunk * rows + row[:, None]) * 16 + tl.arange(0, 16)[None, :]
-    packed = tl.load(words + begin + place, eviction_policy="evict_first")
-    above = packed
-    if KIND == "int3" or KIND == "int8":
-        above = tl.load(high + begin + place, eviction_policy="evict_first")
-    if HAS_ZEROS:
-        zeros += plane.to(tl.int64) * zeros_of_plane
-    origins = load_zeros(zeros, chunk, row, rows, GROUP, ONE_GROUP, HAS_ZEROS)
-    return decode_slabs(packed, above, origins, table, KIND, MIDDLE, DTYPE, ASM, CONSTRAINTS, INTERPRET)
-
-
-@triton.jit
-def scales_of_plane(
-    stored,
-    nested_table,
-    nested_scales,
-    nested_offsets,
-    plane,
-    chunk,
-    row,
-    first_row,
-    rows,
-    groups,
-    stored_of_plane,
-    second_of_plane,
-    GROUP: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    NESTED_EVERY: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-):
-    """The scales of one chunk of a plane, as `load_scales` gives them."""
-    offset = 0.0
-    if NESTED_EVERY > 0:
-        offset = load_offset(nested_offsets + plane * (rows // 128), first_row, OUTPUTS, NESTED_EVERY)
-        nested_scales += plane.to(tl.int64) * second_of_plane
-    return load_scales(stored + plane.to(tl.int64) * stored_of_plane, nested_table, nested_scales, offset, chunk, row,
-                       rows, groups, GROUP, ONE_GROUP, NESTED_EVERY)  # fmt: skip
+from quantkit.kernels.linear.weight_only.unpack import operand, place_pairs
 
 
 @triton.jit
@@ -152,6 +91,11 @@ def _grouped_packed(
     CLIPPED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    LISTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    CHOICES: tl.constexpr,
     ASM: tl.constexpr,
     CONSTRAINTS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -166,61 +110,62 @@ def _grouped_packed(
     split = tl.program_id(2)
     place_pairs(PAIRS)
     wait_for_last(CHAINED)
-    expert = tl.load(tiles + tl.program_id(0))
-    if expert < 0:
-        return
-    source, target, here = rows_of_tile(order, tiles, most, PER_TOKEN, GATED, TOKENS)
-    source *= x_stride
+    expert, start, end, ranks = pairs_of_program(order, tiles, most, LISTED, BY_PAIR, FIRST, END, CHOICES)
     plane = expert * 2 if GATED else expert
     WIDTH: tl.constexpr = GROUP if GROUP < 128 else 128  # inputs of one chunk that share a scale
     column = tl.arange(0, WIDTH)
     groups = 1 if ONE_GROUP else (inputs + GROUP - 1) // GROUP
     stored = nested if NESTED_EVERY > 0 else scales
-    acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
-    up = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     first = split * per_split
-    for chunk in range(first, tl.minimum(first + per_split, steps)):
-        slabs = decode_plane(words, high, zeros, table, plane, chunk, row, rows, words_of_plane, zeros_of_plane, KIND,
-                             GROUP, ONE_GROUP, MIDDLE, HAS_ZEROS, ASM, CONSTRAINTS, DTYPE, INTERPRET)  # fmt: skip
-        if not ONE_GROUP:
-            factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane, chunk, row, first_row,
-                                      rows, groups, stored_of_plane, second_of_plane, GROUP, ONE_GROUP, NESTED_EVERY,
-                                      OUTPUTS)  # fmt: skip
-        if GATED:
-            up_slabs = decode_plane(words, high, zeros, table, plane + 1, chunk, row, rows, words_of_plane,
-                                    zeros_of_plane, KIND, GROUP, ONE_GROUP, MIDDLE, HAS_ZEROS, ASM, CONSTRAINTS, DTYPE,
-                                    INTERPRET)  # fmt: skip
+    for begin in range(start, end, TOKENS):
+        source, target, here = rows_of_tile(order, tiles, most, begin, ranks, PER_TOKEN, GATED, LISTED, TOKENS, CHOICES)
+        source *= x_stride
+        acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+        up = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+        for chunk in range(first, tl.minimum(first + per_split, steps)):
+            slabs = decode_plane(words, high, zeros, table, plane, chunk, row, rows, words_of_plane, zeros_of_plane,
+                                 KIND, GROUP, ONE_GROUP, MIDDLE, HAS_ZEROS, ASM, CONSTRAINTS, DTYPE,
+                                 INTERPRET)  # fmt: skip
             if not ONE_GROUP:
-                up_factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane + 1, chunk, row,
-                                             first_row, rows, groups, stored_of_plane, second_of_plane, GROUP,
-                                             ONE_GROUP, NESTED_EVERY, OUTPUTS)  # fmt: skip
-        for part in tl.static_range(128 // WIDTH):
-            at = chunk * 128 + part * WIDTH + column
-            values = _load_x(x, source, orders, plane, at, here, inputs, HAS_ORDER, WHOLE_CHUNKS)
-            weight = operand(slabs, part, WIDTH, OUTPUTS)
-            if ONE_GROUP:
-                acc = dot(weight, values, acc, INTERPRET)
-            else:
-                acc += dot(weight, values, None, INTERPRET) * factors[part][:, None]
+                factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane, chunk, row,
+                                          first_row, rows, groups, stored_of_plane, second_of_plane, GROUP, ONE_GROUP,
+                                          NESTED_EVERY, OUTPUTS)  # fmt: skip
             if GATED:
-                if HAS_ORDER:
-                    values = _load_x(x, source, orders, plane + 1, at, here, inputs, HAS_ORDER, WHOLE_CHUNKS)
-                weight = operand(up_slabs, part, WIDTH, OUTPUTS)
+                up_slabs = decode_plane(words, high, zeros, table, plane + 1, chunk, row, rows, words_of_plane,
+                                        zeros_of_plane, KIND, GROUP, ONE_GROUP, MIDDLE, HAS_ZEROS, ASM, CONSTRAINTS,
+                                        DTYPE, INTERPRET)  # fmt: skip
+                if not ONE_GROUP:
+                    up_factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane + 1, chunk,
+                                                 row, first_row, rows, groups, stored_of_plane, second_of_plane, GROUP,
+                                                 ONE_GROUP, NESTED_EVERY, OUTPUTS)  # fmt: skip
+            for part in tl.static_range(128 // WIDTH):
+                at = chunk * 128 + part * WIDTH + column
+                values = _load_x(x, source, orders, plane, at, here, inputs, HAS_ORDER, WHOLE_CHUNKS)
+                weight = operand(slabs, part, WIDTH, OUTPUTS)
                 if ONE_GROUP:
-                    up = dot(weight, values, up, INTERPRET)
+                    acc = dot(weight, values, acc, INTERPRET)
                 else:
-                    up += dot(weight, values, None, INTERPRET) * up_factors[part][:, None]
-    if ONE_GROUP:
-        factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane, 0, row, first_row, rows,
-                                  1, stored_of_plane, second_of_plane, GROUP, True, NESTED_EVERY, OUTPUTS)  # fmt: skip
-        acc *= factors[0][:, None]
-        if GATED:
-            factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane + 1, 0, row, first_row,
+                    acc += dot(weight, values, None, INTERPRET) * factors[part][:, None]
+                if GATED:
+                    if HAS_ORDER:
+                        values = _load_x(x, source, orders, plane + 1, at, here, inputs, HAS_ORDER, WHOLE_CHUNKS)
+                    weight = operand(up_slabs, part, WIDTH, OUTPUTS)
+                    if ONE_GROUP:
+                        up = dot(weight, values, up, INTERPRET)
+                    else:
+                        up += dot(weight, values, None, INTERPRET) * up_factors[part][:, None]
+        if ONE_GROUP:
+            factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane, 0, row, first_row,
                                       rows, 1, stored_of_plane, second_of_plane, GROUP, True, NESTED_EVERY,
                                       OUTPUTS)  # fmt: skip
-            up *= factors[0][:, None]
-    finish_tile(acc, up, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits, y_stride, limit,
-                factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
+            acc *= factors[0][:, None]
+            if GATED:
+                factors = scales_of_plane(stored, nested_table, nested_scales, nested_offsets, plane + 1, 0, row,
+                                          first_row, rows, 1, stored_of_plane, second_of_plane, GROUP, True,
+                                          NESTED_EVERY, OUTPUTS)  # fmt: skip
+                up *= factors[0][:, None]
+        finish_tile(acc, up, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits, y_stride,
+                    limit, factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
 
 
 allow_tables("_grouped_packed")

@@ -1,12 +1,12 @@
-"""A router's matmul and the routing that follows, as one launch for very few tokens.
+"""A router's matmul and its choice, as one launch for few tokens, whose pairs are not listed.
 
 Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; router [experts, inputs] of that dtype with tickets
          (`dense/weight.py`); correction as in `routing.py`
-Meaning  `routing.route` of the logits x @ router.T, which are rounded to the dtype of x
-Limits   up to 16 tokens and as many experts as `routing.py` takes
+Meaning  `routing.route` of the logits x @ router.T, which are rounded to the dtype of x; without a list
+Limits   up to 64 tokens and as many experts as `routing.py` takes
 
-Programs share out experts and inputs; each has a single tile of the router's weight, and reads it before it waits for
-the launch before. The one that arrives last adds the parts in order and chooses.
+Programs share out experts, inputs and blocks of up to 8 tokens; each has a single tile of the router's weight, and
+reads it before it waits for the launch before. The last one to arrive at a block adds its parts in order and chooses.
 """
 
 from __future__ import annotations
@@ -20,36 +20,34 @@ from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
 from quantkit.kernels.linear.dense.weight import HalfWeight
-from quantkit.kernels.linear.grouped.pick import list_all_pairs, pick
+from quantkit.kernels.linear.grouped.pick import pick
 from quantkit.kernels.linear.grouped.routes import Routes, Rule
-from quantkit.kernels.linear.grouped.routing import check_rule, constants, empty_routes
+from quantkit.kernels.linear.grouped.routing import check_rule, constants
 from quantkit.kernels.linear.grouped.tile import dot
 from quantkit.kernels.linear.splits import arrives_last
 from quantkit.kernels.linear.weight_only.assembly import TRITON
 from quantkit.kernels.linear.weight_only.unpack import to_half
 
 NAME = "router"
-MOST_TOKENS = 16
+MOST_TOKENS = 64
 _BLOCK = 16  # experts of a program
+_TOKENS = 8  # of a program, at most
 _SHARES = 8  # of the inputs
 
 
-@triton.jit(do_not_specialize=("tokens", "most"))
+@triton.jit(do_not_specialize=("tokens",))
 def _router(
     x,
     router,
     correction,
     weights,
     chosen,
-    order,
-    tiles,
     partial,
-    ticket,
+    tickets,
     tokens,
     experts,
     inputs,
     x_stride,
-    most,
     HAS_CORRECTION: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -66,38 +64,39 @@ def _router(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
     SHARES: tl.constexpr,
-    TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = TOKENS if TOKENS > 8 else 8  # of a product
+    COLUMNS: tl.constexpr = 8  # of a product
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    first = tl.program_id(2) * TOKENS
     inside = column < inputs
     share = tl.load(router + own[:, None] * inputs + column[None, :],
                     mask=(own < experts)[:, None] & inside[None, :], other=0.0)  # fmt: skip
     wait_for_last(CHAINED)
     row = tl.arange(0, COLUMNS)
-    value = tl.load(x + row[None, :] * x_stride + column[:, None], mask=(row < tokens)[None, :] & inside[:, None],
+    value = tl.load(x + (first + row)[None, :] * x_stride + column[:, None],
+                    mask=(row < TOKENS)[None, :] & (first + row < tokens)[None, :] & inside[:, None],
                     other=0.0)  # fmt: skip
     part = dot(share, value, tl.zeros((BLOCK, COLUMNS), tl.float32), INTERPRET)
+    parts = partial + first * SHARES * EXPERTS
     place = (tl.program_id(1) * TOKENS + row[None, :]) * EXPERTS + own[:, None]
-    tl.store(partial + place, part, mask=(row < TOKENS)[None, :] & (own < EXPERTS)[:, None])
-    if arrives_last(ticket, tl.num_programs(0) * tl.num_programs(1)):
+    tl.store(parts + place, part, mask=(row < TOKENS)[None, :] & (own < EXPERTS)[:, None])
+    if arrives_last(tickets + tl.program_id(2), tl.num_programs(0) * tl.num_programs(1)):
         token, expert = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
         logits = tl.zeros((TOKENS, EXPERTS), tl.float32)
         for number in tl.static_range(SHARES):
             at = (number * TOKENS + token[:, None]) * EXPERTS + expert[None, :]
-            logits += tl.load(partial + at, cache_modifier=".cg")
-        table, slot = pick(to_half(logits, DTYPE, INTERPRET).to(tl.float32), correction, weights, chosen, token, expert,
-                           tokens, experts, HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN,
-                           SCALE, FIRST, END, DTYPE, INTERPRET)  # fmt: skip
-        list_all_pairs(table, slot, token, expert, order, tiles, most, PER_TOKEN, FIRST, TILE)
+            logits += tl.load(parts + at, cache_modifier=".cg")
+        pick(to_half(logits, DTYPE, INTERPRET).to(tl.float32), correction, weights, chosen, first + token, expert,
+             tokens, experts, HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN, SCALE, FIRST, END,
+             DTYPE, INTERPRET)  # fmt: skip
 
 
 def route_tokens(
     x: Tensor, router: HalfWeight, rule: Rule, tile: int, correction: Tensor | None = None, own: range | None = None
 ) -> Routes:
-    """What every token's experts are, in tiles of up to `tile` pairs; `own` as in `routing.route`."""
+    """What every token's experts are, for tiles of up to `tile` pairs; `own` as in `routing.route`."""
     check_shape(NAME, "x", x, (None, router.inputs))
     check_dtype(NAME, "x", x, HALVES)
     check_dtype(NAME, "router", router.values, (x.dtype,))
@@ -108,28 +107,31 @@ def route_tokens(
     check_rule(rule, experts, x.device, correction, own)
     if tokens > MOST_TOKENS:
         raise InputError(f"{NAME}: {tokens} tokens, but at most {MOST_TOKENS} are routed in one launch")
-    routes = empty_routes(tokens, len(own), rule.per_token, tile, x.dtype, x.device)
+    routes = Routes(
+        chosen=torch.empty(tokens, rule.per_token, dtype=torch.int32, device=x.device),
+        weights=torch.empty(tokens, rule.per_token, dtype=x.dtype, device=x.device),
+        own=own,
+        tile=tile,
+    )
     if tokens == 0:
         return routes
-    rows, columns = triton.next_power_of_2(tokens), triton.next_power_of_2(experts)
+    rows, columns = min(_TOKENS, triton.next_power_of_2(tokens)), triton.next_power_of_2(experts)
+    blocks = triton.cdiv(tokens, rows)
     depth = max(128, triton.next_power_of_2(triton.cdiv(router.inputs, _SHARES)))
     shares = triton.cdiv(router.inputs, depth)
-    partial = torch.empty(shares * rows * columns, dtype=torch.float32, device=x.device)
-    _router[(triton.cdiv(columns, _BLOCK), shares)](
+    partial = torch.empty(blocks * shares * rows * columns, dtype=torch.float32, device=x.device)
+    _router[(triton.cdiv(columns, _BLOCK), shares, blocks)](
         x,
         router.values,
         correction,
         routes.weights,
         routes.chosen,
-        routes.order,
-        routes.tiles,
         partial,
         router.tickets,
         tokens,
         experts,
         router.inputs,
         x.stride(0),
-        routes.most,
         HAS_CORRECTION=correction is not None,
         **constants(rule, own),
         DTYPE=TRITON[x.dtype],
@@ -139,7 +141,6 @@ def route_tokens(
         BLOCK=_BLOCK,
         DEPTH=depth,
         SHARES=shares,
-        TILE=tile,
         num_warps=min(16, max(2 if rows <= 2 else 4, rows * columns // 256)),  # the table is held in registers
         **chained(x.device),
     )

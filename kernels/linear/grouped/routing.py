@@ -5,8 +5,7 @@ Meaning  `reference.experts.choose_experts`, and the order that `routes.py` desc
 Limits   up to 1,024 experts; chosen groups must have at least `per_token` experts
 
 Few tokens are one program, which writes everything (`pick.py`). More of them are three launches: `_choose` counts for
-each block of tokens, `_scan` adds the counts up, `_place` writes the order. For very few, `router.py` computes the
-logits too.
+each block of tokens, `_scan` adds the counts up, `_place` writes the order. Few pairs need no list: `router.py`.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
     own = range(experts) if own is None else own
     check_rule(rule, experts, device, correction, own)
     columns = triton.next_power_of_2(experts)
-    routes = empty_routes(tokens, len(own), rule.per_token, tile, logits.dtype, device)
+    routes = _empty_routes(tokens, own, rule.per_token, tile, logits.dtype, device)
     if tokens == 0:
         return routes
     alone = triton.next_power_of_2(tokens) * columns <= _ONE_PROGRAM
@@ -185,17 +184,18 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
     return routes
 
 
-def empty_routes(
-    tokens: int, experts: int, per_token: int, tile: int, dtype: torch.dtype, device: torch.device
+def _empty_routes(
+    tokens: int, own: range, per_token: int, tile: int, dtype: torch.dtype, device: torch.device
 ) -> Routes:
     pairs = tokens * per_token
     made = torch.empty(2 * pairs, dtype=torch.int32, device=device)
     return Routes(
         chosen=made[:pairs].view(tokens, per_token),
         weights=torch.empty(tokens, per_token, dtype=dtype, device=device),
-        order=made[pairs:],
-        tiles=torch.empty(3, most_tiles(pairs, experts, tile), dtype=torch.int32, device=device),
+        own=own,
         tile=tile,
+        order=made[pairs:],
+        tiles=torch.empty(3, most_tiles(pairs, len(own), tile), dtype=torch.int32, device=device),
     )
 
 

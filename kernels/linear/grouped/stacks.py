@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import Format, QuantizedWeight
+from quantkit.formats import Format, GgufWeight, QuantizedWeight
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.grouped.weight import GroupedEightBit, GroupedPacked, GroupedWeight, new_tickets
 from quantkit.kernels.linear.weight import LinearWeight
+from quantkit.kernels.linear.weight_only import gguf
 from quantkit.kernels.linear.weight_only import weight as weight_only
 from quantkit.kernels.linear.weight_only.weight import Nested, PackedWeight
 
@@ -35,6 +36,8 @@ def stack_of(fmt: Format, count: int) -> Stack:
 
 def lay_out(fmt: Format, quantized: QuantizedWeight) -> PackedWeight | EightBitWeight:
     """One plane as a stack of its format takes it."""
+    if isinstance(quantized, GgufWeight):
+        return gguf.lay_out_packed(quantized)
     return eight_bit.lay_out(fmt, quantized) if eight_bit.takes(fmt) else weight_only.lay_out(quantized)
 
 

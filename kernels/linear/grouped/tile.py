@@ -2,7 +2,8 @@
 
 A program computes a tile of outputs for a tile of pairs, as out^T = W x^T. Under GATED it has two accumulators, of gate
 and of up, for the same channels; rows of x are those of tokens, and results lie in the order of `Routes.order`. Without
-it rows of x lie in that order, and results are written where the pair's number says.
+it rows of x lie in that order, and results are written where the pair's number says. Where pairs are not listed, both
+lie under the numbers of their pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.activation import ACTIVATIONS, activated, clipped
 from quantkit.kernels.chain import chained
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
-from quantkit.kernels.linear.grouped.routes import Routes
+from quantkit.kernels.linear.grouped.routes import Routes, can_stay_unlisted
 from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
 from quantkit.kernels.linear.splits import MOST_TILES, arrives_last, leave_part, sum_of_parts
 from quantkit.kernels.linear.weight import TICKETS
@@ -92,16 +93,24 @@ def prepare_launch(
     splits = triton.cdiv(steps, per_split)
     if down > MOST_TILES or (splits > 1 and routes.most * down > TICKETS):
         raise InputError(f"{NAME}: {routes.most} x {down} tiles are too many to share their inputs {splits} ways")
+    if routes.order is None and not can_stay_unlisted(len(routes.chosen), routes.per_token, routes.tile, splits):
+        raise InputError(f"{NAME}: {routes.pairs} pairs in tiles of {routes.tile} and {splits} splits must be listed")
     room = routes.most * down * splits * config.outputs * routes.tile * (1 + gated) if splits > 1 else 0
     partial = torch.empty(room, dtype=torch.float32, device=x.device)
     y = torch.empty(routes.pairs, weight.outputs, dtype=x.dtype, device=x.device)
-    sizes = (weight.outputs, weight.inputs, routes.most, steps, per_split, splits, x.stride(0), y.stride(0))
+    most = routes.pairs if routes.order is None else routes.most
+    sizes = (weight.outputs, weight.inputs, most, steps, per_split, splits, x.stride(0), y.stride(0))
     constants = {
         "GATED": gated,
         "GELU": activation == "gelu_pytorch_tanh",
         "CLIPPED": gated and clip is not None,
         "HAS_BIAS": weight.bias is not None,
         "PER_TOKEN": routes.per_token,
+        "LISTED": routes.order is not None,
+        "BY_PAIR": routes.pairs <= len(routes.own),
+        "FIRST": routes.own.start,
+        "END": routes.own.stop,
+        "CHOICES": triton.next_power_of_2(routes.pairs) if routes.order is None else 0,
         "DTYPE": TRITON[x.dtype],
         "INTERPRET": triton.knobs.runtime.interpret,
         "OUTPUTS": config.outputs,
@@ -110,7 +119,8 @@ def prepare_launch(
         "num_stages": config.stages,
         **chained(x.device),
     }
-    arguments = (weight.bias, routes.order, routes.tiles, y, partial, weight.tickets, *sizes, *(clip or (0.0, 0.0)))
+    listing = (routes.chosen if routes.order is None else routes.order, routes.tiles)
+    arguments = (weight.bias, *listing, y, partial, weight.tickets, *sizes, *(clip or (0.0, 0.0)))
     return Launch((routes.most, down, splits), y, arguments, constants)
 
 
@@ -123,12 +133,61 @@ def dot(weight, x, acc, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def rows_of_tile(order, tiles, most, PER_TOKEN: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr):
-    """(rows of x, rows of the result, which of them there are), [TOKENS] each."""
-    tile = tl.program_id(0)
-    place = tl.load(tiles + most + tile) + tl.arange(0, TOKENS)
-    here = place < tl.load(tiles + 2 * most + tile)
-    pair = tl.load(order + place, mask=here, other=0)
+def pairs_of_program(
+    order,
+    tiles,
+    most,
+    LISTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """(plane, first place, end of the places where its tiles begin, ranks): a program without pairs has no tiles.
+
+    LISTED: one tile of `tiles`, which has room for `most`; no ranks. Else `order` is `Routes.chosen`, which has `most`
+    pairs, and ranks [CHOICES] count those of this program's expert from 1; others have 0.
+    """
+    program = tl.program_id(0)
+    if LISTED:
+        plane = tl.load(tiles + program)
+        place = tl.load(tiles + most + program, mask=plane >= 0, other=0)
+        return plane, place, tl.where(plane >= 0, place + 1, place), 0
+    else:
+        pair = tl.arange(0, CHOICES)
+        experts = tl.load(order + pair, mask=pair < most, other=-1)
+        expert = tl.load(order + program) if BY_PAIR else program + FIRST
+        own = experts == expert
+        ranks = tl.where(own, tl.cumsum(own.to(tl.int32), 0), 0)
+        count = tl.max(ranks, 0)
+        if BY_PAIR:
+            leads = tl.min(tl.where(own, pair, CHOICES), 0) == program
+            count = tl.where(leads & (expert >= FIRST) & (expert < END), count, 0)
+        return expert - FIRST, 0, count, ranks
+
+
+@triton.jit
+def rows_of_tile(
+    order,
+    tiles,
+    most,
+    first,
+    ranks,
+    PER_TOKEN: tl.constexpr,
+    GATED: tl.constexpr,
+    LISTED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """(rows of x, rows of the result, which of them there are), [TOKENS] each, of the tile that begins at `first`."""
+    place = first + tl.arange(0, TOKENS)
+    if LISTED:
+        here = place < tl.load(tiles + 2 * most + tl.program_id(0))
+        pair = tl.load(order + place, mask=here, other=0)
+    else:
+        here = place < tl.max(ranks, 0)
+        pair = tl.sum(tl.where(ranks[None, :] == place[:, None] + 1, tl.arange(0, CHOICES)[None, :], 0), 1)
+        place = pair
     if GATED:
         return pair // PER_TOKEN, place, here
     else:

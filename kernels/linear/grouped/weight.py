@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantkit.formats import Format
+from quantkit.formats import Format, GgufWeight
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.grouped.routes import Routes
 from quantkit.kernels.linear.weight import TICKETS
+from quantkit.kernels.linear.weight_only import gguf
 from quantkit.kernels.linear.weight_only import weight as weight_only
 from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
@@ -224,7 +225,8 @@ def why_not(formats: Iterable[Format | None], inputs: int) -> str | None:
         return "they are in different formats"
     if fmt is None or eight_bit.takes(fmt):
         return None
-    return weight_only.why_not(fmt.quantize(torch.ones(1, inputs)))
+    row = fmt.example((1, inputs))
+    return gguf.why_not_packed(row) if isinstance(row, GgufWeight) else weight_only.why_not(row)
 
 
 def lay_out_half(values: Tensor, bias: Tensor | None = None) -> GroupedHalf:

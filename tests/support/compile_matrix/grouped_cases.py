@@ -16,7 +16,7 @@ from quantkit.kernels.linear.dense.weight import lay_out
 from quantkit.kernels.linear.grouped.choices import candidates, choose
 from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.router import route_tokens
-from quantkit.kernels.linear.grouped.routes import Routes, Rule, most_tiles
+from quantkit.kernels.linear.grouped.routes import Routes, Rule, can_stay_unlisted, most_tiles
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.stacks import stack_of
 from quantkit.kernels.linear.grouped.tile import TileConfig
@@ -44,7 +44,7 @@ def grouped_cases(card: Card) -> Iterator[Case]:
         for tokens in (16, 300) if number else (1, 16, 300):  # one program for the first two
             launch = lambda dtype, how=(tokens, experts, rule): _route(*how, dtype)  # noqa: E731
             yield Case(f"routes of {tokens} to {name}", launch)
-        for tokens in (16,) if number else (1, 8, 16):
+        for tokens in (8,) if number else (1, 8):  # more are blocks of 8
             launch = lambda dtype, how=(tokens, experts, rule): _route_tokens(*how, dtype)  # noqa: E731
             yield Case(f"router of {tokens} to {name}", launch)
     for shared in (False, True):
@@ -89,6 +89,8 @@ def _chosen(name: str, tokens: int, card: Card, dtype: torch.dtype) -> None:
     gate_up, down = _weights(name, dtype)
     way = choose(gate_up, down, tokens * _PER_TOKEN, card)
     routes = _routes(tokens, way.tile)
+    if not way.decoded and can_stay_unlisted(tokens, _PER_TOKEN, way.tile, way.gate_up.splits):
+        routes = routes.unlisted
     if way.decoded:
         gate_up, down = gate_up.in_half(dtype), down.in_half(dtype)
     x, active = torch.zeros(tokens, _HIDDEN, dtype=dtype), torch.zeros(routes.pairs, _WIDTH, dtype=dtype)
@@ -120,7 +122,7 @@ def _routes(tokens: int, tile: int) -> Routes:
     pairs = tokens * _PER_TOKEN
     tiles = torch.zeros(3, most_tiles(pairs, _EXPERTS, tile), dtype=torch.int32)
     chosen = torch.zeros(tokens, _PER_TOKEN, dtype=torch.int32)
-    return Routes(chosen, chosen.bfloat16(), chosen.flatten(), tiles, tile)
+    return Routes(chosen, chosen.bfloat16(), range(_EXPERTS), tile, chosen.flatten(), tiles)
 
 
 @cache

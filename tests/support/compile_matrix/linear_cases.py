@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from compile_matrix.case import HALVES, Case
-from compile_matrix.weights import served_on, weight_of
+from compile_matrix.weights import BLOCKS, served_on, weight_of
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear import dispatch
 from quantkit.kernels.linear.dense import weight as dense
@@ -21,7 +21,7 @@ VOCABULARY = 262_208
 
 
 def linear_cases(card: Card) -> Iterator[Case]:
-    for name in served_on(card):
+    for name in (*served_on(card), *BLOCKS):
         weight = weight_of(name, OUTPUTS, INPUTS)
         for way in _ways(weight, card):
             yield Case(f"{name} {way}", lambda dtype, weight=weight, way=way: _run(weight, way, dtype), way.tried)

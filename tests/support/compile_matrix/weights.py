@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quantkit.eval.kernels.cases import FORMATS
-from quantkit.formats import CtFloat8, Float8Weight, Format
+from quantkit.formats import CtFloat8, Float8Weight, Format, Gguf, GgufWeight
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
+from quantkit.kernels.linear.weight_only import gguf
 from quantkit.kernels.linear.weight_only import weight as weight_only
 
 # What is benchmarked, and the other things that may happen to the activations of FP8.
@@ -21,6 +22,10 @@ SERVED: dict[str, Callable[[str], Format]] = FORMATS | {
     "fp8-static": lambda dtype: CtFloat8(strategy="tensor", activations="static", dtype=dtype),
     "fp8-exact": lambda dtype: CtFloat8(activations="exact", dtype=dtype),
     "fp8-block-exact": lambda dtype: CtFloat8(strategy="block", activations="exact", dtype=dtype),
+}
+# Blocks of GGUF: other widths and groups than those above, and scales in float32.
+BLOCKS: dict[str, Callable[[str], Format]] = {
+    f"gguf-{kind}": lambda _, kind=kind: Gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q6_K")
 }
 
 TALL = 1024  # rows; blocks of all formats begin anew there
@@ -43,12 +48,14 @@ def shapes_of_weight(name: str, outputs: int, inputs: int) -> Any:
 
 
 def _lay_out(name: str, outputs: int, inputs: int) -> Any:
-    fmt = SERVED[name]("bfloat16")
+    fmt = (SERVED | BLOCKS)[name]("bfloat16")
     if outputs > TALL:  # as many rows again: to quantize a vocabulary takes seconds in some formats
-        rows = fmt.quantize(torch.zeros(TALL, inputs))
+        rows = fmt.example((TALL, inputs))
         quantized = _repeated(rows, -(-outputs // TALL)).cut(slice(0, outputs), slice(0, inputs))
     else:
-        quantized = fmt.quantize(torch.zeros(outputs, inputs))
+        quantized = fmt.example((outputs, inputs))
+    if isinstance(quantized, GgufWeight):
+        return gguf.lay_out_packed(quantized)
     if isinstance(quantized, Float8Weight) and name == "fp8-static":
         quantized = replace(quantized, input_scale=torch.ones(1))
     return eight_bit.lay_out(fmt, quantized) if eight_bit.takes(fmt) else weight_only.lay_out(quantized)
