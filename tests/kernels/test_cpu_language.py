@@ -108,7 +108,7 @@ def test_other_processors(processor: Processor) -> None:
 def test_floats_on_other_processors(processor: Processor) -> None:
     """They compile, and multiply and add in one instruction where there is one."""
     for stored in (torch.bfloat16, torch.float8_e4m3fn):
-        kind = float_product.Kind(stored, torch.float32, torch.bfloat16, 4)
+        kind = float_product.Kind(stored, torch.bfloat16, 4)
         text = assembly("product", 3, partial(float_product.multiply, kind=kind), processor)
         assert processor.cpu == "x86-64" or "fmla" in text or "vfmadd" in text
     rounding = Kind(Codes(8, zero=0), 128, 1, 2, torch.bfloat16, torch.float32, outliers=True)
