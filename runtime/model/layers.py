@@ -41,7 +41,7 @@ class Linear:
         start = 0
         for weight in self.served:
             stop = start + (weight.shape[0] if isinstance(weight, Tensor) else weight.outputs)
-            y[:, start:stop] = _multiply(x, weight, None if self.bias is None else self.bias[start:stop])
+            _multiply(x, weight, None if self.bias is None else self.bias[start:stop], y[:, start:stop])
             start = stop
         return y
 
@@ -51,10 +51,10 @@ def _prepared(weight: Tensor | LinearWeight) -> Tensor | LinearWeight:
     return prepare_plain(weight) or weight if isinstance(weight, Tensor) else weight
 
 
-def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     if isinstance(weight, Tensor):
-        return plain(x, weight, bias)
-    return linear(x, weight, bias)
+        return plain(x, weight, bias, out)
+    return linear(x, weight, bias, out=out)
 
 
 @dataclass(frozen=True)

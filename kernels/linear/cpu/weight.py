@@ -133,7 +133,7 @@ def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tenso
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
-    result = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+    result = y if y.stride(1) == 1 else torch.empty_like(y, memory_format=torch.contiguous_format)
     _multiply(x, weight, bias, result)
     return y if result is y else y.copy_(result)
 
