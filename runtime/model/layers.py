@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.kernels.linear.cpu.slabs import plain
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare_plain
-from quantkit.runtime.model.embedding import BlockEmbedding
+from quantkit.runtime.model.embedding import CodedEmbedding
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Weights:
     """All weights of a model, or those of one rank (`ranks.py`)."""
 
     # [vocab, hidden]; of several ranks each has its rows, and those of later stages none
-    embedding: Tensor | BlockEmbedding
+    embedding: Tensor | CodedEmbedding
     blocks: tuple[Block, ...]
     norm: Tensor | None  # on the last stage only
     head: Linear  # this rank's part of the vocabulary; without weights on later stages

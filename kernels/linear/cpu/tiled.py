@@ -119,6 +119,21 @@ class Tiles:
         )
 
     @property
+    def has_rows(self) -> bool:
+        """Whether single rows can be decoded: codes of 8 bits have a byte of their own."""
+        return self.meaning.bits == 8 and self.meaning.zero is not None and self.lows is self.outer_scales is None
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Float32 [some, padded inputs]."""
+        from quantkit.kernels.cpu.processor import this_processor
+
+        tile, row = outputs // TILE_ROWS, outputs % TILE_ROWS
+        codes = self.codes.view(len(self.codes), -1, TILE_ROWS, 4)[tile, :, row].flatten(1)  # quads of inputs
+        signed = codes.view(torch.int8) if this_processor().multiplies_signed else codes
+        scales = self.scales[tile, :, row].float().repeat_interleave(self.group, 1)
+        return (signed.float() - (self.meaning.zero or 0)) * scales
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What those have in common that can be joined."""
         return self.meaning, self.group, self.block, self.scales.shape[1:], self.scales.dtype, self.every

@@ -64,6 +64,16 @@ class CpuWeight(Untuned):
     def kernels(self) -> Mapping[str, Kernel]:
         return _KERNELS
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether single rows can be decoded."""
+        return isinstance(self.held, Tiles) and self.held.has_rows and self.order is None
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weight of some outputs, [some, inputs]."""
+        assert isinstance(self.held, Tiles)
+        return self.held.rows(outputs)[:, : self.inputs].to(self.dtype)
+
     def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
         return _TILES if isinstance(self.held, Tiles) else _SLABS
 
