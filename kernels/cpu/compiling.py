@@ -1,4 +1,5 @@
-"""From a kernel in `language.py` to machine code: compiled when it is first asked for, once in a process."""
+"""From a kernel in `language.py` to machine code: when it is first asked for, once in a process; the machine code comes
+from the user's cache where it was compiled before (`object_cache.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 from llvmlite import binding, ir
 
 from quantkit.kernels.cpu.language import I64, Code, Value
+from quantkit.kernels.cpu.object_cache import kept_object
 from quantkit.kernels.cpu.processor import Processor, this_processor
 
 Body = Callable[..., None]  # (code, *arguments), all arguments I64
@@ -20,8 +22,13 @@ def compiled(name: str, arguments: int, body: Body) -> int:
     """The address of a C function `void name(int64_t, ...)`."""
     processor = this_processor()
     machine = _machine(processor)
-    module = _optimized(source(name, arguments, body, processor), machine)
-    engine = binding.create_mcjit_compiler(module, machine)
+
+    def compile() -> bytes:
+        return bytes(machine.emit_object(_optimized(source(name, arguments, body, processor), machine)))
+
+    code = kept_object(name, body, processor, compile)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _engines.append(engine)
     return int(engine.get_function_address(name))

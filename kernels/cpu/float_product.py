@@ -26,8 +26,7 @@ class Arguments(NamedTuple):
 
     weight: Value  # [outputs, inputs], contiguous
     scales: Value  # float32 [outputs, groups], of 8 bits
-    x: Value
-    x_stride: Value
+    x: Value  # float32 [tokens, inputs], contiguous
     x_scales: Value  # float32 [tokens, groups], where x has them
     bias: Value  # 0: none
     y: Value  # [tokens, outputs], contiguous
@@ -42,7 +41,6 @@ class Kind(NamedTuple):
     """What kernels are compiled for. Where the weight has 8 bits, x is raised (`float8.py`)."""
 
     stored: torch.dtype  # of the weight
-    read: torch.dtype  # of x
     dtype: torch.dtype  # of y and bias
     tokens: int  # at a time
     x_scaled: bool = False
@@ -59,8 +57,11 @@ class Turn(NamedTuple):
     tokens: list[Value]
 
 
-def rows_at_once(vector: int) -> int:
-    """As many as registers hold sums for, four tokens each: vectors of 32 bytes have half as many."""
+def rows_at_once(vector: int, tokens: int) -> int:
+    """One token reads one row after the other, as memory likes best. More have as many rows as registers hold sums for,
+    four tokens each: vectors of 32 bytes have half as many."""
+    if tokens == 1:
+        return 1
     return 2 if vector == 32 else 4
 
 
@@ -69,16 +70,16 @@ def kernel(kind: Kind) -> int:
     return compiled("float_product", 3, partial(multiply, kind=kind))
 
 
-def pieces(outputs: int, threads: int) -> tuple[int, int]:
+def pieces(outputs: int, tokens: int, threads: int) -> tuple[int, int]:
     """Outputs of a piece, and how many pieces there are: several for each thread."""
-    rows = rows_at_once(this_processor().vector)
+    rows = rows_at_once(this_processor().vector, tokens)
     each = max(1, outputs // (8 * threads * rows)) * rows
     return each, -(-outputs // each)
 
 
 def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
     held = Arguments(*(code.load(I64, arguments, place) for place in range(len(Arguments._fields))))
-    rows, end = rows_at_once(code.processor.vector), last * held.each
+    rows, end = rows_at_once(code.processor.vector, kind.tokens), last * held.each
     with (
         code.loop(first * held.each, code.select(end < held.outputs, end, held.outputs), rows) as row,
         code.loop(0, held.tokens, kind.tokens) as token,
@@ -113,11 +114,11 @@ def _sums(code: Code, held: Arguments, kind: Kind, turn: Turn) -> list[Value]:
 
 def _of_group(code: Code, held: Arguments, kind: Kind, turn: Turn, start: Value, stop: Value) -> list[Value]:
     """The same over some of the inputs: many lanes at a time, then one by one."""
-    lanes = max(16 // kind.tokens, code.processor.vector // 4)
+    lanes = max(32 if kind.tokens == 1 else 16 // kind.tokens, code.processor.vector // 4)
     sums = {count: [code.variable(code.constant(F32.x(count), 0.0)) for _ in product(*turn)] for count in (lanes, 1)}
 
     def add(place: Value, count: int) -> None:
-        x = [load_floats(code, kind.read, count, held.x, token * held.x_stride + place) for token in turn.tokens]
+        x = [code.load(F32.x(count), held.x, token * held.inputs + place) for token in turn.tokens]
         of_token = iter(sums[count])
         for row in turn.rows:
             weight = _load_weight(code, held, kind, row * held.inputs + place, count)

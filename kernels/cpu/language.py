@@ -197,6 +197,12 @@ class Code:
     def variable(self, start: Value) -> Variable:
         return Variable(self, start)
 
+    def room(self, type: Type) -> Value:
+        """The address of memory for one value, the function's own."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(type.llvm)
+        return Value(self, I64, self.builder.ptrtoint(place, I64.llvm))
+
     def load(self, type: Type, address: Value, place: Value | int = 0) -> Value:
         """From any address; `place` counts numbers of the type."""
         pointer = self._pointer(type, address, place)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -32,6 +33,14 @@ _NOTHING_LEFT = (1 << 32) - 1
 _LOOKS = 12_000  # before a thread sleeps: about 50 us
 
 
+class Launch(NamedTuple):
+    """One call of `Pool.run`."""
+
+    kernel: int
+    arguments: ctypes.Array[ctypes.c_int64]
+    pieces: int
+
+
 class Pool:
     """`threads` in all: the caller of `run` is one of them. One caller at a time."""
 
@@ -40,7 +49,9 @@ class Pool:
         self._memory = (ctypes.c_int64 * _SIZE)()
         self._address = ctypes.addressof(self._memory)
         self._lock = threading.Lock()
-        self._run, work, self._stop = (callable_at(*_code(name)) for name in ("run", "work", "stop"))
+        self._recorder, self._launches = 0, list[Launch]()
+        names = ("run", "work", "stop", "replay")
+        self._run, work, self._stop, self._replay = (callable_at(*_code(name)) for name in names)
         libc = ctypes.CDLL(None)
         libc.pthread_mutex_init(ctypes.c_void_p(self._address + 8 * _MUTEX), None)
         libc.pthread_cond_init(ctypes.c_void_p(self._address + 8 * _CONDITION), None)
@@ -54,11 +65,27 @@ class Pool:
     def run(self, kernel: int, arguments: Sequence[int], count: int) -> None:
         """All pieces from 0 to count. Nobody is woken for a single one."""
         numbers = (ctypes.c_int64 * len(arguments))(*arguments)
+        if self._recorder == threading.get_ident():
+            self._launches.append(Launch(kernel, numbers, count))
         if count == 1 or self.threads == 1:
             callable_at(kernel, 3)(ctypes.addressof(numbers), 0, count)
             return
         with self._lock:
             self._run(self._address, kernel, ctypes.addressof(numbers), count)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Launch]]:
+        """What this thread runs meanwhile is listed, too."""
+        self._recorder, self._launches = threading.get_ident(), []
+        try:
+            yield self._launches
+        finally:
+            self._recorder = 0
+
+    def replay(self, launches: int, count: int) -> None:
+        """So many kernels one after the other, in one call: int64 [count, 3] of kernel, arguments and pieces."""
+        with self._lock:
+            self._replay(self._address, launches, count, self.threads)
 
     def close(self) -> None:
         self._stop(self._address)
@@ -78,6 +105,7 @@ os.register_at_fork(after_in_child=shared_pool.cache_clear)  # threads stay with
 @cache
 def _code(name: str) -> tuple[int, int]:
     bodies: dict[str, tuple[Body, int]] = {"run": (_run, 4), "work": (_work, 1), "stop": (_stop, 1)}
+    bodies["replay"] = (_replay, 4)
     body, arguments = bodies[name]
     return compiled(name, arguments, body), arguments
 
@@ -99,6 +127,16 @@ def _run(code: Code, pool: Value, kernel: Value, arguments: Value, count: Value)
         _pause(code)
         with code.when(code.constant(I64, _LOOKS) < looks.get()):  # a thread with a piece has no core
             code.call("sched_yield", I32)
+
+
+def _replay(code: Code, pool: Value, launches: Value, count: Value, threads: Value) -> None:
+    with code.loop(0, count) as number:
+        kernel, arguments, pieces = (code.load(I64, launches, number * 3 + place) for place in range(3))
+        alone = (pieces < 2) | (threads < 2)
+        with code.when(alone):
+            _call(code, kernel, arguments, code.constant(I64, 0), pieces)
+        with code.when(alone.equals(0)):
+            _run(code, pool, kernel, arguments, pieces)
 
 
 def _work(code: Code, pool: Value) -> None:
@@ -134,10 +172,14 @@ def _take_pieces(code: Code, pool: Value) -> None:
         )
         taken = code.builder.extract_value(exchanged, 1)
         with code.builder.if_then(taken):
-            type = ir.FunctionType(ir.VoidType(), [I64.llvm] * 3)
-            function = code.builder.inttoptr(kernel.llvm, type.as_pointer())
-            code.builder.call(function, [arguments.llvm, piece.llvm, (piece + 1).llvm])
+            _call(code, kernel, arguments, piece, piece + 1)
             code.builder.atomic_rmw("add", _pointer(code, pool, _DONE), I64.constant(1), "seq_cst")
+
+
+def _call(code: Code, kernel: Value, arguments: Value, first: Value, last: Value) -> None:
+    type = ir.FunctionType(ir.VoidType(), [I64.llvm] * 3)
+    function = code.builder.inttoptr(kernel.llvm, type.as_pointer())
+    code.builder.call(function, [arguments.llvm, first.llvm, last.llvm])
 
 
 def _sleep(code: Code, pool: Value, seen: Value) -> None:

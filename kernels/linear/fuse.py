@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantkit.kernels.linear.weight import ROWS, LinearWeight
+from quantkit.kernels.linear.weight import LinearWeight
 
 
 def join(weights: Sequence[LinearWeight]) -> LinearWeight | None:
     """One weight with the outputs of all; None where they do not fit together."""
     if len(weights) == 1:
         return weights[0]
-    if any(weight.outputs % ROWS for weight in weights[:-1]):
+    if any(weight.outputs % weight.output_unit for weight in weights[:-1]):
         return None
     return weights[0].join(weights[1:])
 

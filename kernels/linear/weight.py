@@ -96,6 +96,10 @@ class LinearWeight(Protocol):
         """Of the tokens that it is measured with."""
 
     @property
+    def output_unit(self) -> int:
+        """Outputs of weights before others in one that is joined are a multiple of this."""
+
+    @property
     def kernels(self) -> Mapping[str, Kernel]: ...
 
     def bucket(self, tokens: int) -> int | None:
@@ -118,6 +122,10 @@ class Untuned:
     relatives: tuple[str, ...] = ()
     buckets: tuple[int, ...] = ()
     token_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def output_unit(self) -> int:
+        return ROWS
 
     def bucket(self, tokens: int) -> int | None:
         return None

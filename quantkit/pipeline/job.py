@@ -23,8 +23,10 @@ from quantkit.devices import resolve_device
 from quantkit.errors import InputError
 from quantkit.expert_check import check_experts
 from quantkit.formats import Format, Shape
+from quantkit.gguf_export import check_file, exported
 from quantkit.methods import Method, needs_data, package_of
 from quantkit.passes.calibrated import check_folds
+from quantkit.pipeline.gguf_types import by_matrix
 from quantkit.pipeline.target_bits import check_target
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.reference import load_tokenizer
@@ -115,15 +117,19 @@ def prepare(
     quality_windows: int = QUALITY_WINDOWS,
 ) -> Job:
     """Refuses what cannot be done: checks output, device, model, recipe, data and space on the disk; writes nothing."""
-    check_output(Path(output).absolute(), overwrite)
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    check = check_file if recipe.writes_gguf else check_output
+    check(Path(output).absolute(), overwrite)
     device = resolve_device(device)
     source = Checkpoint(model_folder(model))
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if source.formats:
         raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
     family, method = family_of(source.config), recipe.method.build()
     check_experts(source)
     plan = recipe.plan(family, source.config, source.dtype)
+    if recipe.writes_gguf:
+        exported(source, model)
+        plan = by_matrix(plan, family, source)
     shapes = _check_plan(source, family, recipe, method, plan)
     check_blocks(source, family)
     _check_outside(source, family, device)

@@ -9,6 +9,7 @@ import torch
 
 from quantkit.arch import Config
 from quantkit.formats import Format
+from quantkit.kernels.cpu import installed
 from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.decode_graphs import StepGraphs
@@ -18,6 +19,7 @@ from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
+from quantkit.runtime.device.step_tapes import StepTapes
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.decoder import Decoder
 from quantkit.runtime.model.expert_stacks import formats_of_layers, slow_experts
@@ -42,18 +44,20 @@ def make_part(
 ) -> ModelPart:
     """`config` is this rank's own. `peers` are told when it captures a graph; ranks that are told themselves have none.
 
-    A step is a CUDA graph where one graph can hold all of it: not where it goes through several stages.
+    A step is a CUDA graph, on a CPU a tape, where one can hold all of it: not where it goes through several stages.
     """
     cache = allocate_cache(config, plan, dtype, options)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
     device_rows = DeviceRows(options.sequences, plan.max_context, plan.page_size, options.torch_device, group)
     staged = ranks.pipeline > 1
-    graphs = prompts = None
+    graphs = prompts = tapes = None
     if options.torch_device.type == "cuda" and options.graphs and not staged:
         graphs = StepGraphs(decoder, cache, device_rows, peers)
         if ranks == Ranks():  # others would have to make the same graphs at the same time
             prompts = PromptGraphs(decoder, cache, device_rows, graphs.pool)
-    return ModelPart(decoder, cache, device_rows, graphs, prompts, timed=staged, host_bytes=options.host_bytes)
+    if options.torch_device.type == "cpu" and options.graphs and ranks == Ranks() and installed.can_compile():
+        tapes = StepTapes(decoder, cache, device_rows.page_table.shape[1])
+    return ModelPart(decoder, cache, device_rows, graphs, prompts, tapes, timed=staged, host_bytes=options.host_bytes)
 
 
 def make_decoder(

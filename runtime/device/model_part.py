@@ -17,6 +17,7 @@ from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.host_pages import HostPages
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.device.step_inputs import PageMoves, StepInputs
+from quantkit.runtime.device.step_tapes import StepTapes
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
 
@@ -62,6 +63,7 @@ class ModelPart:
         device_rows: DeviceRows,
         graphs: StepGraphs | None = None,
         prompt_graphs: PromptGraphs | None = None,
+        tapes: StepTapes | None = None,
         timed: bool = False,
         host_bytes: int = 0,
     ) -> None:
@@ -71,6 +73,7 @@ class ModelPart:
         self.device_rows = device_rows
         self.graphs = graphs
         self.prompt_graphs = prompt_graphs
+        self.tapes = tapes
         self.clock = BusyClock(cache.pages.device, timed)
         self.host_pages = HostPages(cache.pages, host_bytes)
 
@@ -99,7 +102,10 @@ class ModelPart:
         if self.prompt_graphs is not None and self.prompt_graphs.takes(inputs):
             return self.prompt_graphs.run(inputs)
         batch, at, owner_rows = self._batch(inputs)
-        every = self.decoder.hidden_states(batch, self.cache, received)
+        if self.tapes is not None and received is None and self.tapes.takes(batch):
+            every = self.tapes.run(batch)
+        else:
+            every = self.decoder.hidden_states(batch, self.cache, received)
         return every, LogitsRows(every[at], batch.ids[at], owner_rows, batch.positions[at])
 
     def _has_graph(self, graphs: StepGraphs, inputs: StepInputs) -> bool:

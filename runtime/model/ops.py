@@ -85,6 +85,7 @@ def _plain() -> Ops:
 def _compiled() -> Ops:
     from quantkit.kernels.cpu.activation import gated_activation
     from quantkit.kernels.cpu.attention import attend
+    from quantkit.kernels.cpu.greedy import greedy
     from quantkit.kernels.cpu.norm import add_rms_norm, rms_norm
     from quantkit.kernels.cpu.rotary import rotate_and_cache
 
@@ -95,6 +96,7 @@ def _compiled() -> Ops:
         gated_activation=gated_activation,
         rotate_and_cache=rotate_and_cache,
         attend=attend,
+        greedy=greedy,
     )
 
 

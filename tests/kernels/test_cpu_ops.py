@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from pairwise import cover
-from quantkit.kernels.cpu import activation, attention, norm, rotary
+from quantkit.kernels.cpu import activation, attention, greedy, norm, rotary, tape
 from quantkit.kernels.reference import attention as reference_attention
-from quantkit.kernels.reference import elementwise
+from quantkit.kernels.reference import elementwise, sampling
 
 pytestmark = pytest.mark.kernel
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -108,3 +108,42 @@ def test_prompts_and_caps_are_left_to_torch() -> None:
     few = (q[:1], keys, values, table, batch[4], torch.tensor([0, 1], dtype=torch.int32))
     capped = attention.attend(*few, scale=3.0, max_queries=1, soft_cap=0.5)
     assert torch.equal(capped, reference_attention.attend(*few, scale=3.0, soft_cap=0.5))
+
+
+@pytest.mark.parametrize(("dtype", "vocab"), cover(DTYPES, (1, 16, 100, 1000)))
+def test_greedy(dtype: torch.dtype, vocab: int) -> None:
+    """The first of equals, in any lane; rows of nothing but -Inf, and with what is no number or too large for one."""
+    logits = numbers(7, 2 * vocab, dtype=dtype)[:, :vocab]
+    logits[1, vocab // 2 :] = 9.0
+    logits[2] = 1.0
+    logits[3] = -float("inf")
+    logits[4, vocab - 1], logits[5, 0] = float("nan"), float("inf")
+    tokens, logprobs = greedy.greedy(logits)
+    wanted, chances = sampling.greedy(logits)
+    assert torch.equal(tokens, wanted)
+    assert tokens[4:6].tolist() == [-1, -1]
+    torch.testing.assert_close(logprobs, chances, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_tape_runs_kernels_again() -> None:
+    """On what is then in the tensors that it reads, and with more than one thread or one piece."""
+    x, weight = numbers(5, 40, dtype=torch.bfloat16), numbers(40, dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        normal = norm.rms_norm(x, weight, 1e-5)
+        return norm.rms_norm(activation.gated_activation(normal, "silu")[:, 4:], weight[4:20], 1e-5)
+
+    first, taped = tape.record(step)
+    assert taped is not None
+    assert torch.equal(first, step())
+    x.copy_(numbers(5, 40, dtype=torch.bfloat16, seed=9))
+    assert torch.equal(taped.run(), step())
+    assert torch.equal(taped.run(), taped.result)
+
+
+def test_no_tape_of_what_torch_computes() -> None:
+    x, weight = numbers(5, 40, dtype=torch.bfloat16), numbers(40, dtype=torch.bfloat16)
+    for step in (lambda: norm.rms_norm(x, weight, 1e-5) + 1, lambda: norm.rms_norm(x.add_(1), weight, 1e-5)):
+        result, taped = tape.record(step)
+        assert taped is None
+        assert result.shape == x.shape

@@ -30,9 +30,10 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [tokens, outputs] = x @ weight.T + bias in x's dtype, for what it `takes`."""
-    y = x.new_empty(x.shape[0], len(weight))
-    read = x.float() if x.shape[0] > 1 else x if x.stride(1) == 1 else x.contiguous()
-    _run(read, None, weight, None, bias, y)
+    from quantkit.kernels.cpu.widening import widened
+
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    _run(widened(x), None, weight, None, bias, y)
     return y
 
 
@@ -42,10 +43,11 @@ def multiply_float8(
     """The same into y, rows of x contiguous, with codes uint8 [outputs, inputs] of float8 and their scales float32
     [outputs, groups]. x is rounded as the format says, by the scale of the weight where it is given one."""
     from quantkit.kernels.cpu.float8 import RAISED, round_tokens
+    from quantkit.kernels.cpu.widening import widened
 
     x_scales: Tensor | None = None
     if fmt.input_rounding is None:
-        x = x.float() * RAISED
+        x = widened(x, RAISED)
     else:
         x, x_scales = round_tokens(x, scales.shape[1], _input_scale(given))
     _run(x, x_scales, codes.view(torch.float8_e4m3fn), scales, bias, y)
@@ -63,12 +65,11 @@ def _run(
 
     pool, (tokens, outputs), inputs = shared_pool(), y.shape, weight.shape[1]
     together = max(count for count in _AT_ONCE if count <= tokens)
-    kind = Kind(weight.dtype, x.dtype, y.dtype, together, x_scales is not None)
-    each, count = pieces(outputs, pool.threads)
+    kind = Kind(weight.dtype, y.dtype, together, x_scales is not None)
+    each, count = pieces(outputs, together, pool.threads)
     groups = 1 if scales is None else scales.shape[1]
-    addresses = [_address(part) for part in (scales, x, x_scales, bias, y)]
-    arguments = [weight.data_ptr(), *addresses[:2], x.stride(0), *addresses[2:], tokens, outputs, inputs, groups, each]
-    pool.run(kernel(kind), arguments, count)
+    addresses = [_address(part) for part in (weight, scales, x, x_scales, bias, y)]
+    pool.run(kernel(kind), [*addresses, tokens, outputs, inputs, groups, each], count)
 
 
 def _address(part: Tensor | None) -> int:

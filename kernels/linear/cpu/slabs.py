@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -47,6 +47,22 @@ class Rows:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What those have in common that can be joined."""
+        zeros = None if self.zeros is None else self.zeros.dtype
+        return self.paired, self.float8, self.codes.dtype, self.codes.shape[1], self.scales.shape[1:], zeros
+
+    def join(self, others: list[Rows]) -> Rows:
+        """With the rows of others of the same kind."""
+        parts = [self, *others]
+        return replace(
+            self,
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            zeros=None if self.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+        )
 
     def decode(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """The weight of some outputs, [stop - start, inputs]: exact products of value and scale, rounded once."""

@@ -19,6 +19,7 @@ from quantkit.kernels.linear.weight import padded
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.tiles import Codes
 
+TILE_ROWS = 16  # outputs, as `kernels/cpu/tiles.py` has it
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
 _SHORT = 1024  # inputs of a row with one scale, up to which it is padded to whole steps and not to whole blocks
 _PIECES = 8  # of a product for each thread: who is free takes the next
@@ -112,8 +113,13 @@ class Tiles:
             pieces=-(-count // each),
         )
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What those have in common that can be joined."""
+        return self.meaning, self.group, self.block, self.scales.shape[1:], self.scales.dtype, self.every
+
     def join(self, others: list[Tiles]) -> Tiles:
-        """With the tiles of others of the same meaning and sizes."""
+        """With the tiles of others of the same kind."""
         parts = [self, *others]
         return replace(
             self,

@@ -29,7 +29,7 @@ from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, chec
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.cpu import float_rows, slabs, tiled
 from quantkit.kernels.linear.cpu.slabs import Rows, product_dtype, rows_of
-from quantkit.kernels.linear.cpu.tiled import Tiles, tiles_of
+from quantkit.kernels.linear.cpu.tiled import TILE_ROWS, Tiles, tiles_of
 from quantkit.kernels.linear.fuse import same
 from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, Untuned, by_name
 
@@ -49,6 +49,10 @@ class CpuWeight(Untuned):
     input_scale: QuantizedWeight | None = None  # the weight itself, where it carries the scale of its inputs
 
     @property
+    def output_unit(self) -> int:
+        return TILE_ROWS if isinstance(self.held, Tiles) else 1
+
+    @property
     def nbytes(self) -> int:
         return self.held.nbytes + (0 if self.order is None else self.order.nbytes)
 
@@ -64,21 +68,17 @@ class CpuWeight(Untuned):
         return _TILES if isinstance(self.held, Tiles) else _SLABS
 
     def join(self, others: Sequence[LinearWeight]) -> Self | None:
-        tiles = [other.held for other in others if isinstance(other, CpuWeight) and isinstance(other.held, Tiles)]
-        if not isinstance(self.held, Tiles) or len(tiles) < len(others) or self.input_scale is not None:
-            return None
-        if any(self._differs(other) for other in others if isinstance(other, CpuWeight)):
+        if self.input_scale is not None or any(self._differs(other) for other in others):
             return None
         outputs = self.outputs + sum(other.outputs for other in others)
-        return replace(self, outputs=outputs, held=self.held.join(tiles))
+        held = [other.held for other in others if isinstance(other, CpuWeight)]
+        return replace(self, outputs=outputs, held=self.held.join(held))  # type: ignore[arg-type]
 
-    def _differs(self, other: CpuWeight) -> bool:
-        def sizes(tiles: Tiles | Rows) -> object:
-            assert isinstance(tiles, Tiles)
-            return tiles.meaning, tiles.group, tiles.block, tiles.scales.shape[1:], tiles.scales.dtype, tiles.every
-
-        alike = (self.fmt, self.inputs, self.dtype) == (other.fmt, other.inputs, other.dtype)
-        return not (alike and sizes(self.held) == sizes(other.held) and same(self.order, other.order))
+    def _differs(self, other: LinearWeight) -> bool:
+        if not isinstance(other, CpuWeight) or not same(self.order, other.order):
+            return True
+        return (self.fmt, self.inputs, self.dtype, self.held.kind) != (
+            other.fmt, other.inputs, other.dtype, other.held.kind)  # fmt: skip
 
 
 def why_not(quantized: QuantizedWeight) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES
 from quantkit.kernels.linear.dispatch import bucket_of
-from quantkit.kernels.linear.weight import TICKETS, Choice, Kernel, LinearWeight
+from quantkit.kernels.linear.weight import ROWS, TICKETS, Choice, Kernel, LinearWeight
 
 BUCKETS = (1, 8, 16, 32, 64)  # tokens; more are cuBLAS's
 
@@ -50,6 +50,10 @@ class HalfWeight:
     @property
     def buckets(self) -> tuple[int, ...]:
         return BUCKETS
+
+    @property
+    def output_unit(self) -> int:
+        return ROWS
 
     @property
     def token_dtype(self) -> torch.dtype:

@@ -85,6 +85,10 @@ class EightBitWeight:
         return BUCKETS
 
     @property
+    def output_unit(self) -> int:
+        return ROWS
+
+    @property
     def token_dtype(self) -> torch.dtype:
         return torch.bfloat16
 

@@ -94,9 +94,7 @@ def prepare_launch(
     if down > MOST_TILES or (splits > 1 and routes.most * down > TICKETS):
         raise InputError(f"{NAME}: {routes.most} x {down} tiles are too many to share their inputs {splits} ways")
     if routes.order is None and not can_stay_unlisted(len(routes.chosen), routes.per_token, routes.tile, splits):
-        raise InputError(
-            f"{NAME}: {routes.pairs} pairs in tiles of {routes.tile} and {splits} splits must be listed"
-        )
+        raise InputError(f"{NAME}: {routes.pairs} pairs in tiles of {routes.tile} and {splits} splits must be listed")
     room = routes.most * down * splits * config.outputs * routes.tile * (1 + gated) if splits > 1 else 0
     partial = torch.empty(room, dtype=torch.float32, device=x.device)
     y = torch.empty(routes.pairs, weight.outputs, dtype=x.dtype, device=x.device)

@@ -147,6 +147,10 @@ class PackedWeight:
         return BUCKETS
 
     @property
+    def output_unit(self) -> int:
+        return ROWS
+
+    @property
     def token_dtype(self) -> torch.dtype:
         return torch.bfloat16
 

@@ -1,0 +1,42 @@
+"""Tokens in float32, as kernels read them that multiply floats."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.cpu.compiling import compiled
+from quantkit.kernels.cpu.floats import load_floats
+from quantkit.kernels.cpu.language import Code, Value
+from quantkit.kernels.cpu.pool import shared_pool
+from quantkit.kernels.cpu.rows import along, as_argument, load_argument, load_integers
+
+
+def widened(x: Tensor, factor: float = 1.0) -> Tensor:
+    """x [tokens, inputs] times a factor, contiguous; x itself where that is the same."""
+    if x.dtype == torch.float32 and factor == 1.0 and x.is_contiguous():
+        return x
+    x = x if x.stride(1) == 1 else x.contiguous()
+    wide = torch.empty(x.shape)
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], wide.data_ptr(), as_argument(factor)]
+    shared_pool().run(_kernel(x.dtype), arguments, x.shape[0])
+    return wide
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> int:
+    return compiled("widen", 3, partial(_widen, dtype=dtype))
+
+
+def _widen(code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype) -> None:
+    x, stride, inputs, wide = load_integers(code, arguments, 4)
+    factor = load_argument(code, arguments, 4)
+    with code.loop(first, last) as token:
+
+        def write(place: Value, lanes: int, token: Value = token) -> None:
+            values = load_floats(code, dtype, lanes, x, token * stride + place)
+            code.store(values * factor.splat(lanes), wide, token * inputs + place)
+
+        along(code, inputs, write)
