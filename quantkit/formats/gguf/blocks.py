@@ -99,7 +99,8 @@ def _small_numbers(blocks: Tensor, kind: BlockType) -> tuple[Tensor | None, Tens
 
 def _gather(blocks: Tensor, planes: tuple[Plane, ...], count: int) -> Tensor:
     """uint8 [..., count]: the values of a field, with the bits of all its planes."""
-    values, low = None, 0
+    values: Tensor | None = None
+    low = 0
     for plane in planes:
         runs = blocks[..., plane.start : plane.start + plane.nbytes(count)].unflatten(-1, (-1, plane.run))
         part = runs.new_empty(*runs.shape[:-1], 8 // plane.bits, plane.run)  # run, shift, byte
