@@ -16,6 +16,7 @@ from quantkit.kernels.linear.grouped.stacks import lay_out, stack_of
 from quantkit.kernels.linear.grouped.weight import GroupedWeight, lay_out_half, why_not
 from quantkit.kernels.linear.op import LinearWeight, prepare
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.embedding import CodedEmbedding, embedding_of_head
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
 from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits, more_bytes
@@ -78,10 +79,14 @@ class RandomWeights:
 
     def load(self) -> Weights:
         config = self._config
-        embedding = self._random(config.vocab, config.hidden)
-        blocks = tuple(self._block(stages) for stages in config.stages)
-        head = Linear((embedding if config.tied else self._random(config.vocab, config.hidden),))
+        table = self._random(config.vocab, config.hidden)
+        embedding: Tensor | CodedEmbedding = table
+        head = Linear((table if config.tied else self._random(config.vocab, config.hidden),))
         head = head_in_bits(head, self._head_bits, self._dtype, self._prepare)
+        if config.tied:
+            embedding = embedding_of_head(table, head.weights[0])
+        del table
+        blocks = tuple(self._block(stages) for stages in config.stages)
         return Weights(embedding, blocks, self._ones(config.hidden), head)
 
     def _prepare(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:

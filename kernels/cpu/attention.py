@@ -20,6 +20,7 @@ from quantkit.kernels.cpu.rows import LANES, as_argument, exp, load_argument, lo
 from quantkit.kernels.reference import attention
 
 MOST_QUERIES = 8  # new tokens of a sequence; more are faster as products of matrices
+SHORT = 512  # tokens of a sequence, where that is not so
 _LARGEST_HEAD = 256
 _PARTS = 4  # of a head's values at a time, whose sums stay in registers
 _LOWEST = -3.0e38
@@ -56,7 +57,7 @@ def attend(
         and head_dim <= _LARGEST_HEAD
         and cache_k.shape[2] % LANES == 0
         and cache_k.dtype in BYTES
-        and max_queries <= MOST_QUERIES
+        and (max_queries <= MOST_QUERIES or page_table.shape[1] * cache_k.shape[2] <= SHORT)
     )
     if not taken or any(option is not None for option in more.values()):
         batch = (q, cache_k, cache_v, page_table, context_lengths, query_starts)

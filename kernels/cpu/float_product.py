@@ -29,7 +29,8 @@ class Arguments(NamedTuple):
     x: Value  # float32 [tokens, inputs], contiguous
     x_scales: Value  # float32 [tokens, groups], where x has them
     bias: Value  # 0: none
-    y: Value  # [tokens, outputs], contiguous
+    y: Value  # [tokens, outputs], rows contiguous
+    y_stride: Value
     tokens: Value
     outputs: Value
     inputs: Value
@@ -144,4 +145,4 @@ def _store(code: Code, held: Arguments, kind: Kind, token: Value, output: Value,
     result = code.variable(value.splat(1))
     with code.when(code.constant(I64, 0) < held.bias):
         result.set(result.get() + load_floats(code, kind.dtype, 1, held.bias, output))
-    store_floats(code, kind.dtype, result.get(), held.y, token * held.outputs + output)
+    store_floats(code, kind.dtype, result.get(), held.y, token * held.y_stride + output)

@@ -197,10 +197,10 @@ class Code:
     def variable(self, start: Value) -> Variable:
         return Variable(self, start)
 
-    def room(self, type: Type) -> Value:
-        """The address of memory for one value, the function's own."""
+    def room(self, type: Type, count: int = 1) -> Value:
+        """The address of memory for so many values, the function's own."""
         with self.builder.goto_entry_block():
-            place = self.builder.alloca(type.llvm)
+            place = self.builder.alloca(ir.ArrayType(type.llvm, count))
         return Value(self, I64, self.builder.ptrtoint(place, I64.llvm))
 
     def load(self, type: Type, address: Value, place: Value | int = 0) -> Value:

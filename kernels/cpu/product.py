@@ -9,13 +9,11 @@ sums as the longer of both has digits: products that count less than the last ar
 
 from __future__ import annotations
 
-from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 
 from quantkit.kernels.cpu.bytes import dot, look_up, signed_byte
-from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
 from quantkit.kernels.cpu.tiles import ROWS, Codes
@@ -42,6 +40,7 @@ class Arguments(NamedTuple):
     lows: Value  # what is added to every weight of a group, like its scale
     outer_scales: Value  # that several groups share, in `Kind.every`
     outer_lows: Value
+    y_stride: Value
     outliers: Value  # the head of `token_rounding.Outliers`, where x has them
 
 
@@ -57,6 +56,7 @@ class Kind(NamedTuple):
     every: int = 1  # groups that share an outer scale, and an outer low; 1: a scale is all that a group has
     lows: torch.dtype | None = None
     outliers: bool = False  # columns of x are multiplied as they are: codes of 8 bits with one scale a row
+    wide: bool = False  # codes are decoded for many tokens at once (`wide_product.py`)
 
     @property
     def sums(self) -> int:
@@ -67,11 +67,6 @@ class Kind(NamedTuple):
         """What the last sum counts, beside scales."""
         used = self.codes.used(self.digits)
         return self.codes.unit(used) * 256.0 ** (used + self.digits - 1 - self.sums)
-
-
-@cache
-def kernel(kind: Kind) -> int:
-    return compiled("product", 3, partial(multiply, kind=kind))
 
 
 def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
@@ -85,7 +80,7 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
         sums = _of_tile(code, held, kind, tile, token)
         for number, total in enumerate(sums):
             with code.when(token + number < held.tokens):
-                _store(code, held, kind, tile, token + number, total)
+                store(code, held, kind, tile, token + number, total)
 
 
 def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value) -> list[Value]:
@@ -93,13 +88,13 @@ def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value)
     sums = [code.variable(code.constant(F32.x(ROWS), 0.0)) for _ in range(kind.tokens)]
     codes = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8))
     with code.loop(0, held.groups, kind.every) as first:
-        outer = _outer(code, held, kind, (tile * held.groups + first) // kind.every * ROWS)
+        outer = outer_of(code, held, kind, (tile * held.groups + first) // kind.every * ROWS)
         with code.loop(first, first + kind.every) as group:
-            grid = _grid(code, held, kind, (tile * held.groups + group) * ROWS, outer)
+            grid = grid_of(code, held, kind, (tile * held.groups + group) * ROWS, outer)
             with code.loop(0, held.blocks) as part:
                 _add_block(code, held, kind, codes, token, group * held.blocks + part, grid, sums)
     if kind.outliers:
-        _add_outliers(code, held, kind, tile, token, sums)
+        add_outliers(code, held, kind, tile, token, sums)
     return [total.get() for total in sums]
 
 
@@ -111,7 +106,7 @@ class Grid(NamedTuple):
     lows: Value | None
 
 
-def _outer(code: Code, held: Arguments, kind: Kind, place: Value) -> tuple[Value | None, Value | None]:
+def outer_of(code: Code, held: Arguments, kind: Kind, place: Value) -> tuple[Value | None, Value | None]:
     """Scales and lows that several groups share, in 16 bits."""
     if kind.every == 1:
         return None, None
@@ -119,7 +114,7 @@ def _outer(code: Code, held: Arguments, kind: Kind, place: Value) -> tuple[Value
     return scales, load_floats(code, torch.float16, ROWS, held.outer_lows, place) if kind.lows else None
 
 
-def _grid(code: Code, held: Arguments, kind: Kind, place: Value, outer: tuple[Value | None, Value | None]) -> Grid:
+def grid_of(code: Code, held: Arguments, kind: Kind, place: Value, outer: tuple[Value | None, Value | None]) -> Grid:
     zeros = None
     if kind.codes.has_zero_points:
         zeros = code.load(I8.x(ROWS), held.zeros, place).to(I32, signed=False) - kind.codes.zeros_from
@@ -146,15 +141,10 @@ def _add_block(
 ) -> None:
     zeros = grid.zeros
     offsets = [zeros if zeros is not None else offset for offset in kind.codes.offsets(code.processor, kind.digits)]
-    blocks = held.groups * held.blocks
-    whole, sums_of_x = [], []
-    for number in range(kind.tokens):
-        at = (token + number) * blocks + block
-        digit_sums = [code.load(I32, held.x_sums, held.x_tokens * blocks * digit + at) for digit in range(kind.digits)]
-        sums_of_x.append(digit_sums)
-        whole.append([code.variable(start) for start in _starts(code, kind, offsets, digit_sums)])
+    sums_of_x = digit_sums(code, held, kind, token, block)
+    whole = [[code.variable(start) for start in starts(code, kind, offsets, sums)] for sums in sums_of_x]
     with code.loop(0, kind.block, kind.codes.step) as start:
-        quads = _quads(code, kind, codes.get())
+        quads = quads_of(code, kind, codes.get())
         codes.set(codes.get() + kind.codes.step * ROWS * kind.codes.bits // 8)
         for number in range(kind.tokens):
             x = []
@@ -163,17 +153,34 @@ def _add_block(
                 x.append(code.load(I8.x(kind.codes.step), held.x, place).view(I32.x(kind.codes.step // 4)))
             for quad, values in enumerate(quads):
                 same = [digits.pick([quad] * ROWS).view(I8.x(4 * ROWS)) for digits in x]  # four inputs for each output
-                _multiply_digits(code, kind, values, same, whole[number])
+                multiply_digits(code, kind, values, same, whole[number])
     for number, total in enumerate(sums):
-        number_sum = _as_float(code, [part.get() for part in whole[number]])
-        scale = code.load(F32, held.x_scales, (token + number) * blocks + block)
-        total.set(code.fma(number_sum, grid.scales * (scale * kind.unit).splat(ROWS), total.get()))
-        if grid.lows is not None:
-            sum_of_x = _as_float(code, sums_of_x[number]) * scale
-            total.set(code.fma(grid.lows, sum_of_x.splat(ROWS), total.get()))
+        whole_sums = [part.get() for part in whole[number]]
+        scale = code.load(F32, held.x_scales, (token + number) * held.groups * held.blocks + block)
+        total.set(add_scaled(code, kind, grid, total.get(), whole_sums, sums_of_x[number], scale))
 
 
-def _add_outliers(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, sums: list[Variable]) -> None:
+def digit_sums(code: Code, held: Arguments, kind: Kind, token: Value, block: Value) -> list[list[Value]]:
+    """Of a block of each of some tokens."""
+    blocks = held.groups * held.blocks
+    places = [(token + number) * blocks + block for number in range(kind.tokens)]
+    return [
+        [code.load(I32, held.x_sums, held.x_tokens * blocks * digit + place) for digit in range(kind.digits)]
+        for place in places
+    ]
+
+
+def add_scaled(
+    code: Code, kind: Kind, grid: Grid, total: Value, sums: list[Value], sums_of_x: list[Value], scale: Value
+) -> Value:
+    """What a block gives beside what was there: its sums as floats, times the scales of weight and x."""
+    total = code.fma(as_float(code, sums), grid.scales * (scale * kind.unit).splat(ROWS), total)
+    if grid.lows is None:
+        return total
+    return code.fma(grid.lows, (as_float(code, sums_of_x) * scale).splat(ROWS), total)
+
+
+def add_outliers(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, sums: list[Variable]) -> None:
     """What columns of x give that are multiplied in floats; tokens beyond the last read it again."""
     count, columns, x, stride = (code.load(I64, held.outliers, place) for place in range(4))
     scales = load_floats(code, kind.scales, ROWS, held.scales, tile * ROWS)
@@ -188,7 +195,7 @@ def _add_outliers(code: Code, held: Arguments, kind: Kind, tile: Value, token: V
             total.set(code.fma(weights, value.splat(ROWS), total.get()))
 
 
-def _as_float(code: Code, sums: list[Value]) -> Value:
+def as_float(code: Code, sums: list[Value]) -> Value:
     """Each counts 256 times the next; two fit 32 bits together."""
     if len(sums) == 2:
         return ((sums[0] << 8) + sums[1]).to(F32)
@@ -198,7 +205,7 @@ def _as_float(code: Code, sums: list[Value]) -> Value:
     return total
 
 
-def _starts(code: Code, kind: Kind, offsets: list[Value | int], sums: list[Value]) -> list[Value]:
+def starts(code: Code, kind: Kind, offsets: list[Value | int], sums: list[Value]) -> list[Value]:
     """What sums of products begin with, so that codes may stand for `code - offset`."""
     starts = [code.constant(I32.x(ROWS), 0) for _ in range(kind.sums)]
     for left, offset in enumerate(offsets):
@@ -209,7 +216,7 @@ def _starts(code: Code, kind: Kind, offsets: list[Value | int], sums: list[Value
     return starts
 
 
-def _multiply_digits(code: Code, kind: Kind, values: list[Value], x: list[Value], sums: list[Variable]) -> None:
+def multiply_digits(code: Code, kind: Kind, values: list[Value], x: list[Value], sums: list[Variable]) -> None:
     for left, value in enumerate(values):
         for right, digit in enumerate(x):
             if left + right < len(sums):
@@ -217,7 +224,7 @@ def _multiply_digits(code: Code, kind: Kind, values: list[Value], x: list[Value]
                 total.set(dot(code, total.get(), value, digit, bits=kind.codes.dot_bits))
 
 
-def _quads(code: Code, kind: Kind, address: Value) -> list[list[Value]]:
+def quads_of(code: Code, kind: Kind, address: Value) -> list[list[Value]]:
     """The bytes of 16 outputs and 4 inputs at a time, for all inputs of a step; several where they have digits."""
     quads = []
     for quad in range(kind.codes.step // 4):
@@ -240,9 +247,9 @@ def _bits(held: Value, low: int, bits: int) -> Value:
     return shifted if low + bits == 8 else shifted & ((1 << bits) - 1)
 
 
-def _store(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, total: Value) -> None:
+def store(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, total: Value) -> None:
     start = tile * ROWS
-    row = token * held.outputs
+    row = token * held.y_stride
     with code.when(start + ROWS < held.outputs + 1):
         _store_some(code, held, kind, total, row, start)
     with code.when(held.outputs < start + ROWS), code.loop(start, held.outputs) as output:

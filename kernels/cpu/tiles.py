@@ -54,8 +54,8 @@ class Codes:
         return 8 if self.digits else self.bits
 
     def used(self, digits: int) -> int:
-        """Digits of values that are multiplied with so many of x: two are better than the rounding of x to one."""
-        return min(max(digits, 2), len(self.digits)) if self.digits else 1
+        """Digits of values that are multiplied with so many of x: as many, so that both lose about as much."""
+        return min(digits, len(self.digits)) if self.digits else 1
 
     def tables(self, processor: Processor, digits: int) -> list[tuple[int, ...]]:
         """As bytes that the processor multiplies, for so many digits of x."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.formats import Format, Gguf, GgufWeight
 from quantkit.formats.gguf.weight import table_of
-from quantkit.methods.gptq import BLOCK, column_order, inverse_factor, round_in_order
+from quantkit.methods.costing import GroupWork, Speed
+from quantkit.methods.gptq import BLOCK, GptqMethod, column_order, inverse_factor, round_in_order
 from quantkit.methods.losses import output_loss
 from quantkit.methods.method import UNREACHED, Method, Rounded, require_one_of
 from quantkit.methods.statistics import InputStatistics
@@ -63,6 +64,11 @@ class BlockSearchMethod(Method):
         codes = torch.where(better[:, None], moved.codes, found.codes)
         notes = {"damping": damping}
         return Rounded(replace(found, codes=codes), torch.minimum(loss, moved_loss), loss, notes)
+
+    def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
+        if self.rounding == "nearest":
+            return group.weights * speed.rounding_seconds + group.hessian_flops / speed.float32_flops
+        return GptqMethod(grid="minmax").cost_seconds(group, tokens, speed)  # the search is the format's own rounding
 
 
 def round_to_blocks(weight: Tensor, grid: GgufWeight, order: Tensor, factor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from quantkit.arch.family import LATENT_EPS
 from quantkit.runtime.model import latent_attention
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.embedding import BlockEmbedding
+from quantkit.runtime.model.embedding import CodedEmbedding
 from quantkit.runtime.model.latent_attention import LatentStep, divide_step
 from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
 from quantkit.runtime.model.ops import Ops
@@ -89,7 +89,7 @@ class Decoder:
         first = self._ranks.vocabulary(self.config.vocab).start
         own = ids - first if first else ids  # those of others have no row here
         table, dtype = self.weights.embedding, self.weights.dtype
-        if isinstance(table, BlockEmbedding):
+        if isinstance(table, CodedEmbedding):
             own, table = table.look_up(own)
         if table.dtype == dtype:
             return self._group.all_reduce(self._ops.embed(own, table, scale=scale))

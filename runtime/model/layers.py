@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.kernels.linear.cpu.slabs import plain
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare_plain
-from quantkit.runtime.model.embedding import BlockEmbedding
+from quantkit.runtime.model.embedding import CodedEmbedding
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Linear:
         start = 0
         for weight in self.served:
             stop = start + (weight.shape[0] if isinstance(weight, Tensor) else weight.outputs)
-            y[:, start:stop] = _multiply(x, weight, None if self.bias is None else self.bias[start:stop])
+            _multiply(x, weight, None if self.bias is None else self.bias[start:stop], y[:, start:stop])
             start = stop
         return y
 
@@ -51,10 +51,10 @@ def _prepared(weight: Tensor | LinearWeight) -> Tensor | LinearWeight:
     return prepare_plain(weight) or weight if isinstance(weight, Tensor) else weight
 
 
-def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     if isinstance(weight, Tensor):
-        return plain(x, weight, bias)
-    return linear(x, weight, bias)
+        return plain(x, weight, bias, out)
+    return linear(x, weight, bias, out=out)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Weights:
     """All weights of a model, or those of one rank (`ranks.py`)."""
 
     # [vocab, hidden]; of several ranks each has its rows, and those of later stages none
-    embedding: Tensor | BlockEmbedding
+    embedding: Tensor | CodedEmbedding
     blocks: tuple[Block, ...]
     norm: Tensor | None  # on the last stage only
     head: Linear  # this rank's part of the vocabulary; without weights on later stages

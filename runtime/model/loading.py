@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from quantkit.formats import Gguf
 from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.progress import Progress, silent
 from quantkit.runtime.model.config import ROUTED, ModelConfig
-from quantkit.runtime.model.embedding import EMBEDDING, BlockEmbedding
+from quantkit.runtime.model.embedding import EMBEDDING, CodedEmbedding, embedding_of_head
 from quantkit.runtime.model.expert_stacks import TRIED_ROWS, read_stack, why_not_stacked
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
 from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
@@ -39,15 +40,26 @@ def load_weights(
 ) -> Weights:
     """Every weight of a model, or those of one rank, on its device. `config` is the whole model's."""
     reader = Reader(checkpoint, config, dtype, device)
-    embedding = reader.embedding(ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0))
-    blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
-    norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
+    rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
+    embedding: Tensor | CodedEmbedding = reader.embedding(rows)
     with checkpoint.kept_open():
         head = head_in_bits(_head(reader, embedding, ranks), head_bits, dtype, reader.prepared)
+    if config.tied and len(head.weights) == 1:
+        embedding = embedding_of_head(embedding, head.weights[0])
+    blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
+    norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
+    _give_back_memory()
     return Weights(embedding, blocks, norm, head)
 
 
-def _head(reader: Reader, embedding: Tensor | BlockEmbedding, ranks: Ranks) -> Linear:
+def _give_back_memory() -> None:
+    """What reading has left free in the C library's heap goes back to the system, where that library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _head(reader: Reader, embedding: Tensor | CodedEmbedding, ranks: Ranks) -> Linear:
     config = reader.config
     if not ranks.first_stage:
         return Linear(())

@@ -88,7 +88,7 @@ class Reader:
         fmt = self.checkpoint.formats.get(EMBEDDING)
         if isinstance(fmt, Gguf):
             self._check_shape(EMBEDDING, self.checkpoint.layer_shape(EMBEDDING), shape)
-            return BlockEmbedding(fmt, self.checkpoint.rows(name, rows).to(self.device), self.dtype)
+            return BlockEmbedding(self.dtype, fmt, self.checkpoint.rows(name, rows).to(self.device))
         embedding = torch.empty(rows.stop - rows.start, shape[1], dtype=self.matrix_dtype(name), device=self.device)
         if len(embedding):
             self.fill(embedding, name, shape, rows)

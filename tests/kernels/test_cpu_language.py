@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.cpu import float_product, object_cache
+from quantkit.kernels.cpu import float_product, object_cache, wide_product
 from quantkit.kernels.cpu.bytes import dot, look_up
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
@@ -101,9 +101,10 @@ def test_other_processors(processor: Processor) -> None:
     """Their own instruction multiplies, for integers and for tables."""
     for codes in (Codes(4, zero=8), Codes(4, digits=(tuple(range(16)), tuple(range(16))))):
         kind = Kind(codes, 32, 2, 2, torch.bfloat16, torch.bfloat16)
-        text = assembly("product", 3, partial(multiply, kind=kind), processor)
-        wide = processor.dot == "pmaddubsw" and codes.digits
-        assert ("vpm" if wide else INSTRUCTIONS[processor.dot]) in text
+        widened = processor.dot == "pmaddubsw" and codes.digits
+        for body in (multiply, wide_product.multiply):
+            text = assembly("product", 3, partial(body, kind=kind), processor)
+            assert ("vpm" if widened else INSTRUCTIONS[processor.dot]) in text
 
 
 @pytest.mark.parametrize("processor", KNOWN.values(), ids=KNOWN)

@@ -28,11 +28,10 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y [tokens, outputs] = x @ weight.T + bias in x's dtype, for what it `takes`."""
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> Tensor:
+    """y [tokens, outputs] = x @ weight.T + bias in x's dtype, for what it `takes`, rows of y contiguous."""
     from quantkit.kernels.cpu.widening import widened
 
-    y = x.new_empty(x.shape[0], weight.shape[0])
     _run(widened(x), None, weight, None, bias, y)
     return y
 
@@ -69,7 +68,7 @@ def _run(
     each, count = pieces(outputs, together, pool.threads)
     groups = 1 if scales is None else scales.shape[1]
     addresses = [_address(part) for part in (weight, scales, x, x_scales, bias, y)]
-    pool.run(kernel(kind), [*addresses, tokens, outputs, inputs, groups, each], count)
+    pool.run(kernel(kind), [*addresses, y.stride(0), tokens, outputs, inputs, groups, each], count)
 
 
 def _address(part: Tensor | None) -> int:

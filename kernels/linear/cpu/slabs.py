@@ -88,14 +88,15 @@ def multiply(x: Tensor, rows: Rows, bias: Tensor | None, y: Tensor) -> Tensor:
     return _by_slabs(x, lambda start, stop: rows.decode(start, stop, x.dtype), bias, y)
 
 
-def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """For a weight that is not quantized, perhaps in fewer bits than x: few tokens by a kernel, more by torch where it
     multiplies x's dtype fast, else in slabs of float32."""
     if float_rows.takes(x, weight):
-        return float_rows.multiply(x, weight, bias)
+        return float_rows.multiply(x, weight, bias, x.new_empty(x.shape[0], weight.shape[0]) if out is None else out)
     if x.device.type != "cpu" or product_dtype(x.dtype) == x.dtype == weight.dtype:
-        return linear(x, weight, bias)
-    y, wide = x.new_empty(x.shape[0], len(weight)), x.to(product_dtype(x.dtype))
+        y = linear(x, weight, bias)
+        return y if out is None else out.copy_(y)
+    y, wide = x.new_empty(x.shape[0], len(weight)) if out is None else out, x.to(product_dtype(x.dtype))
     return _by_slabs(wide, lambda start, stop: weight[start:stop].to(wide.dtype), bias, y)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TILE_ROWS = 16  # outputs, as `kernels/cpu/tiles.py` has it
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
 _SHORT = 1024  # inputs of a row with one scale, up to which it is padded to whole steps and not to whole blocks
+_WIDE_TOKENS = (8, 32)  # from which on codes are decoded for all of them; those of 8 bits need no decoding
 _PIECES = 8  # of a product for each thread: who is free takes the next
 _WIDER = {3: 4, 5: 6}  # bits that codes get whose own make planes of one bit
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
@@ -38,7 +39,7 @@ class Plan(NamedTuple):
 
     kernel: int
     weight: tuple[int, ...]  # its first arguments
-    sizes: tuple[int, ...]  # its last but one
+    sizes: tuple[int, ...]  # its last but two
     room: int  # tokens that x has room for
     inputs: int
     pieces: int
@@ -95,14 +96,18 @@ class Tiles:
         self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int, outliers: bool
     ) -> Plan:
         from quantkit.kernels.cpu.processor import this_processor
-        from quantkit.kernels.cpu.product import Kind, kernel
+        from quantkit.kernels.cpu.product import Kind
+        from quantkit.kernels.cpu.wide_product import kernel
 
         together = max(count for count in _AT_ONCE[this_processor().vector][digits] if count <= tokens)
         count, groups = len(self.codes), self.scales.shape[1]
         each = max(1, count // (_PIECES * threads))
         inputs = groups * self.group
         lows = None if self.lows is None else self.lows.dtype
-        kind = Kind(self.meaning, self.block, digits, together, dtype, self.scales.dtype, self.every, lows, outliers)
+        kind = Kind(
+            *(self.meaning, self.block, digits, together, dtype, self.scales.dtype, self.every, lows, outliers),
+            wide=tokens >= _WIDE_TOKENS[self.meaning.bits == 8],
+        )
         scales, zeros, *others = (0 if part is None else part.data_ptr() for part in self._numbers.values())
         return Plan(
             kernel=kernel(kind),
@@ -112,6 +117,21 @@ class Tiles:
             inputs=inputs,
             pieces=-(-count // each),
         )
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether single rows can be decoded: codes of 8 bits have a byte of their own."""
+        return self.meaning.bits == 8 and self.meaning.zero is not None and self.lows is self.outer_scales is None
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Float32 [some, padded inputs]."""
+        from quantkit.kernels.cpu.processor import this_processor
+
+        tile, row = outputs // TILE_ROWS, outputs % TILE_ROWS
+        codes = self.codes.view(len(self.codes), -1, TILE_ROWS, 4)[tile, :, row].flatten(1)  # quads of inputs
+        signed = codes.view(torch.int8) if this_processor().multiplies_signed else codes
+        scales = self.scales[tile, :, row].float().repeat_interleave(self.group, 1)
+        return (signed.float() - (self.meaning.zero or 0)) * scales
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -238,8 +258,8 @@ def _block(group: int) -> int | None:
 def multiply(
     x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int, rounding: InputRounding | None = None
 ) -> None:
-    """y [tokens, outputs] = x @ weight.T + bias, y contiguous, in x's dtype, of which so many digits are used; one
-    where a format says how x is rounded."""
+    """y [tokens, outputs] = x @ weight.T + bias, rows of y contiguous, in x's dtype, of which so many digits are used;
+    one where a format says how x is rounded."""
     from quantkit.kernels.cpu.activations import in_digits
     from quantkit.kernels.cpu.pool import shared_pool
     from quantkit.kernels.cpu.token_rounding import find_outliers, in_one_digit
@@ -253,5 +273,5 @@ def multiply(
     else:
         held = in_one_digit(pool, x, outliers, tiles.block, plan.room, plan.inputs)
     own = [held.values, plan.room, held.scales, held.sums, 0 if bias is None else bias.data_ptr(), y.data_ptr()]
-    last = 0 if outliers is None else outliers.head
-    pool.run(plan.kernel, [*plan.weight, *own, tokens, *plan.sizes, last], plan.pieces)
+    last = [y.stride(0), 0 if outliers is None else outliers.head]
+    pool.run(plan.kernel, [*plan.weight, *own, tokens, *plan.sizes, *last], plan.pieces)

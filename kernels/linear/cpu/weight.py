@@ -64,6 +64,16 @@ class CpuWeight(Untuned):
     def kernels(self) -> Mapping[str, Kernel]:
         return _KERNELS
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether single rows can be decoded."""
+        return isinstance(self.held, Tiles) and self.held.has_rows and self.order is None
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weight of some outputs, [some, inputs]."""
+        assert isinstance(self.held, Tiles)
+        return self.held.rows(outputs)[:, : self.inputs].to(self.dtype)
+
     def default(self, tokens: int, card: Card, dtype: torch.dtype = torch.bfloat16) -> Choice:
         return _TILES if isinstance(self.held, Tiles) else _SLABS
 
@@ -133,7 +143,7 @@ def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tenso
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
-    result = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+    result = y if y.stride(1) == 1 else torch.empty_like(y, memory_format=torch.contiguous_format)
     _multiply(x, weight, bias, result)
     return y if result is y else y.copy_(result)
 
