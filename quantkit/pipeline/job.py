@@ -137,7 +137,7 @@ def prepare(
     device = resolve_device(device)
     source = Checkpoint(model_folder(model))
     if source.formats:
-        raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
+        raise InputError(f"{source.origin} is quantized already; quantize the original model, or use convert")
     family, method = family_of(source.config), recipe.method.build()
     check_experts(source)
     plan = recipe.plan(family, source.config, source.dtype)
