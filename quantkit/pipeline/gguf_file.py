@@ -16,7 +16,6 @@ from quantkit.formats.gguf.mixes import UNBLOCKED
 from quantkit.gguf_export import FileTensor, arranged, exported, file_type, plain_tensor, write_model
 from quantkit.gguf_import.folder import write_view
 from quantkit.gguf_import.placement import Placement
-from quantkit.pipeline.gguf_types import matrix_of
 from quantkit.pipeline.job import Job
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.report import LayerReport, QuantizeReport
@@ -35,19 +34,19 @@ def write_gguf_file(job: Job, chosen: Mapping[str, Format], journal: Journal) ->
     assert not any(record["changed"] for record in records), "methods of blocks change no other tensor"
     model = exported(job.source, job.model)
     finished = _Finished(journal)
-    mix = next(fmt for fmt in job.recipe.formats(job.source.dtype) if isinstance(fmt, Gguf))
+    mix, outside = job.mix, job.outside
+    assert mix is not None
     quality = None
 
     def tensor(place: Placement) -> FileTensor:
         module = place.target.removesuffix(".weight")
-        fmt: Format | None = chosen.get(module)
-        if fmt is not None:
-            return FileTensor(place.source, place.shape, fmt.describe(), lambda: finished.rows(place))
-        outside = not module.startswith(f"{job.family.blocks}.")
-        fmt = mix.of_matrix(matrix_of(module, job.source, job.family)) if outside else None
+        if module in chosen:
+            kind = chosen[module].describe()
+            return FileTensor(place.source, place.shape, kind, lambda: finished.rows(place))
+        fmt = outside.get(module)
         if fmt is None:
             return plain_tensor(job.source, place, UNBLOCKED)
-        return FileTensor(place.source, place.shape, fmt.describe(), lambda: _rounded(job, place, fmt))
+        return FileTensor(place.source, place.shape, fmt.kind, lambda: _rounded(job, place, fmt))
 
     def check(file: Path) -> None:
         nonlocal quality

@@ -32,6 +32,14 @@ def by_matrix(plan: Mapping[str, Format | None], family: Family, source: Checkpo
     }
 
 
+def outside_formats(mix: Gguf, family: Family, source: Checkpoint) -> dict[str, Gguf]:
+    """Of embeddings and output layer, where these are rounded too."""
+    outer = family.blocks.rpartition(".")[0]
+    modules = [f"{outer}.embed_tokens", *([] if family.tied(source.config) else ["lm_head"])]
+    found = {module: mix.of_matrix(matrix_of(module, source, family)) for module in modules}
+    return {module: fmt for module, fmt in found.items() if fmt is not None}
+
+
 def matrix_of(module: str, source: Checkpoint, family: Family) -> Matrix:
     """What a mix looks at."""
     config = source.config
