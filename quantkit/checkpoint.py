@@ -30,6 +30,7 @@ _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "F1
 
 # What Python and torch raise when names, types or shapes in a file are not what they should be.
 _MALFORMED = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_LOOKED_AT = 1 << 22  # values at a time
 _PLAIN = ("F16", "BF16", "F32", "F64")  # dtypes of weights and biases that are not quantized
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of scales: which one it is, only the file says
 _INTEGERS = (torch.int32, torch.int64)
@@ -351,6 +352,8 @@ def _broken(file: Path, error: Exception) -> StorageError:
 
 def require_finite(name: str, tensor: Tensor) -> None:
     """Refuses NaN and Inf: no method can make sense of them."""
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    # On a CPU in parts: what torch makes of an embedding to answer this takes more memory than the embedding.
+    parts = tensor.reshape(-1).split(_LOOKED_AT) if tensor.is_cpu and tensor.numel() else (tensor,)
+    if tensor.is_floating_point() and not all(bool(torch.isfinite(part).all()) for part in parts):
         bad = int((~torch.isfinite(tensor)).sum())
         raise InputError(f"tensor {name} holds {bad} NaN or Inf values; the source checkpoint is damaged, get it again")

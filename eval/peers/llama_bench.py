@@ -1,15 +1,16 @@
 """Ours and llama.cpp on a CPU, in turns, in one run.
 
     python -m quantkit.eval.peers.llama_bench PROGRAMS --model qwen2.5-1.5b \
-        --ours shape:qwen2.5-1.5b:w4 --ours shape:qwen2.5-1.5b:bf16 --theirs qwen-q4_k_m.gguf
+        --ours shape:qwen2.5-1.5b:w4+head8 --ours shape:qwen2.5-1.5b:bf16 --theirs qwen-q4_k_m.gguf
     python -m quantkit.eval.peers.llama_bench PROGRAMS --model smollm2 --ours smollm2-w4 --ours smollm2-q4_k_m.gguf \
-        --theirs smollm2-q4_k_m.gguf --head-bits 8
+        --theirs smollm2-q4_k_m.gguf
 
 PROGRAMS is the folder of `llama-bench`. `--ours` is a checkpoint, a GGUF file or `shape:NAME:FORMAT` with random
-weights; `--theirs` a GGUF file. Three loads: one request that answers (llama-bench's tg), prompts (pp), eight requests
-that answer (ours alone). In every round each contender runs each load once, so what else a machine does is the same for
-all; of the rounds the fastest counts, beside it tokens per second of processor time, which says more on a busy machine.
-Engines stay in memory all the time. Rows go to eval/results/cpu.csv.
+weights, and `+head8` behind it rounds the output layer to 8 bits; `--theirs` is a GGUF file. Three loads: one request
+that answers (llama-bench's tg), prompts (pp), eight requests that answer (ours alone). In every round each contender
+runs each load once, so what else a machine does is the same for all; of the rounds the fastest counts, beside it tokens
+per second of processor time, which says more on a busy machine. Engines stay in memory all the time. Rows go to
+eval/results/cpu.csv.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,10 +43,11 @@ from quantkit.runtime.startup import start_engine
 
 FILE = Path("eval") / "results" / "cpu.csv"
 COLUMNS = (
-    *("date", "machine", "threads", "engine", "version", "model", "format", "head_bits", "load"),
+    *("date", "machine", "threads", "engine", "version", "model", "format", "load", "new"),
     *("tokens_per_second", "tokens_per_cpu_second", "rounds", "command"),
 )
-PROMPT, NEW, TOGETHER, SHORT = 128, 64, 8, 4
+PROMPT, TOGETHER, SHORT = 128, 8, 4
+HEAD = "+head"
 ANSWER, READ, EIGHT = "1 request", f"prompt {PROMPT}", f"{TOGETHER} requests"
 
 
@@ -76,9 +78,10 @@ class Ours:
     engine = "quantkit"
     loads: tuple[str, ...] = (ANSWER, READ, EIGHT)
 
-    def __init__(self, source: str, options: EngineOptions) -> None:
-        self.name, self.version = source, version_of("quantkit") or "checkout"
-        self._engine = _start(source, options)
+    def __init__(self, source: str, options: EngineOptions, new: int) -> None:
+        self.name, self.version, self._new = source, version_of("quantkit") or "checkout", new
+        plain, _, bits = source.partition(HEAD)
+        self._engine = _start(plain, replace(options, head_bits=int(bits) if bits else None))
         for load in (Load(1, PROMPT, 2), Load(TOGETHER, SHORT, 8), Load(1, SHORT, 8)):
             self._times(load)
 
@@ -87,8 +90,8 @@ class Ours:
             speed.add(PROMPT, *self._times(Load(1, PROMPT, 1)))
             return
         requests = 1 if load == ANSWER else TOGETHER
-        few, many = (self._times(Load(requests, SHORT, new)) for new in (2, 2 + NEW))
-        speed.add(requests * NEW, many[0] - few[0], many[1] - few[1])
+        few, many = (self._times(Load(requests, SHORT, new)) for new in (2, 2 + self._new))
+        speed.add(requests * self._new, many[0] - few[0], many[1] - few[1])
 
     def _times(self, load: Load) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -110,13 +113,13 @@ class Theirs:
     engine = "llama.cpp"
     loads: tuple[str, ...] = (ANSWER, READ)
 
-    def __init__(self, programs: Path, file: str, threads: int) -> None:
-        self.name = file
+    def __init__(self, programs: Path, file: str, threads: int, new: int) -> None:
+        self.name, self._new = file, new
         self._words = [str(programs / "llama-bench"), "-m", file, "-t", str(threads), "-o", "json"]
         self.version = ""
 
     def run(self, load: str, speed: Speed) -> None:
-        prompt, new = (PROMPT, 0) if load == READ else (0, NEW)
+        prompt, new = (PROMPT, 0) if load == READ else (0, self._new)
         (_, once), (rate, often) = (self._repeat(prompt, new, repeats) for repeats in (1, 3))
         speed.add(1, 1 / rate, (often - once) / (2 * (prompt + new)))
 
@@ -152,12 +155,10 @@ def rows(contenders: Sequence[Contender], speeds: dict[tuple[str, str, str], Spe
     for contender in contenders:
         for load in contender.loads:
             speed = speeds[contender.engine, contender.name, load]
-            mine = about["head_bits"] if contender.engine == Ours.engine else None
             yield about | {
                 "engine": contender.engine,
                 "version": contender.version,
                 "format": Path(contender.name).name,
-                "head_bits": mine or "",
                 "load": load,
                 "tokens_per_second": f"{max(speed.wall):.4g}",
                 "tokens_per_cpu_second": f"{max(speed.cpu):.4g}",
@@ -174,18 +175,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--head-bits", type=int, default=None)
+    parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--output", type=Path, default=FILE)
     asked = parser.parse_args(words)
     if asked.theirs and not (asked.programs / "llama-bench").is_file():
         raise InputError(f"{asked.programs} has no llama-bench; build llama.cpp and name the folder of its programs")
     torch.set_num_threads(asked.threads)
-    options = EngineOptions(device="cpu", dtype=asked.dtype, head_bits=asked.head_bits, max_context=512, kv_tokens=4096)
-    contenders: list[Contender] = [Ours(source, options) for source in asked.ours]
-    contenders += [Theirs(asked.programs, file, asked.threads) for file in asked.theirs]
+    options = EngineOptions(device="cpu", dtype=asked.dtype, max_context=512, kv_tokens=4096)
+    contenders: list[Contender] = [Ours(source, options, asked.new) for source in asked.ours]
+    contenders += [Theirs(asked.programs, file, asked.threads, asked.new) for file in asked.theirs]
     command = shlex.join(["python", "-m", "quantkit.eval.peers.llama_bench", *_without_folders(words or sys.argv[1:])])
     about = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": asked.threads}
-    about |= {"model": asked.model, "head_bits": asked.head_bits, "command": command}
+    about |= {"model": asked.model, "new": asked.new, "command": command}
     for row in rows(contenders, measure(contenders, asked.rounds), about):
         csv_file.append(asked.output, COLUMNS, row)
         print(f"{row['engine']:10} {row['format']:32} {row['load']:12} "

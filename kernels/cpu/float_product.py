@@ -58,10 +58,10 @@ class Turn(NamedTuple):
     tokens: list[Value]
 
 
-def rows_at_once(vector: int, tokens: int) -> int:
-    """One token reads one row after the other, as memory likes best. More have as many rows as registers hold sums for,
-    four tokens each: vectors of 32 bytes have half as many."""
-    if tokens == 1:
+def rows_at_once(vector: int, tokens: int, scaled: bool) -> int:
+    """One token reads one row after the other, as memory likes best, and so do more with 8 bits: a vector has many.
+    Else there are as many rows as registers hold sums for, four tokens each: vectors of 32 bytes have half as many."""
+    if tokens == 1 or scaled:
         return 1
     return 2 if vector == 32 else 4
 
@@ -71,16 +71,16 @@ def kernel(kind: Kind) -> int:
     return compiled("float_product", 3, partial(multiply, kind=kind))
 
 
-def pieces(outputs: int, tokens: int, threads: int) -> tuple[int, int]:
+def pieces(kind: Kind, outputs: int, threads: int) -> tuple[int, int]:
     """Outputs of a piece, and how many pieces there are: several for each thread."""
-    rows = rows_at_once(this_processor().vector, tokens)
+    rows = rows_at_once(this_processor().vector, kind.tokens, kind.scaled)
     each = max(1, outputs // (8 * threads * rows)) * rows
     return each, -(-outputs // each)
 
 
 def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
     held = Arguments(*(code.load(I64, arguments, place) for place in range(len(Arguments._fields))))
-    rows, end = rows_at_once(code.processor.vector, kind.tokens), last * held.each
+    rows, end = rows_at_once(code.processor.vector, kind.tokens, kind.scaled), last * held.each
     with (
         code.loop(first * held.each, code.select(end < held.outputs, end, held.outputs), rows) as row,
         code.loop(0, held.tokens, kind.tokens) as token,
@@ -115,7 +115,8 @@ def _sums(code: Code, held: Arguments, kind: Kind, turn: Turn) -> list[Value]:
 
 def _of_group(code: Code, held: Arguments, kind: Kind, turn: Turn, start: Value, stop: Value) -> list[Value]:
     """The same over some of the inputs: many lanes at a time, then one by one."""
-    lanes = max(32 if kind.tokens == 1 else 16 // kind.tokens, code.processor.vector // 4)
+    lanes = 32 if kind.tokens == 1 else 16 if kind.scaled else 16 // kind.tokens
+    lanes = max(lanes, code.processor.vector // 4)
     sums = {count: [code.variable(code.constant(F32.x(count), 0.0)) for _ in product(*turn)] for count in (lanes, 1)}
 
     def add(place: Value, count: int) -> None:

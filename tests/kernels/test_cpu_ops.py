@@ -98,10 +98,12 @@ def test_attention(
     assert not bool(found[-1].any())
 
 
-def test_prompts_and_caps_are_left_to_torch() -> None:
+def test_long_prompts_and_caps_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = (numbers(2, 1, 16, 16, dtype=torch.float32, seed=seed) for seed in (0, 1))
     q, table = numbers(12, 2, 16, dtype=torch.float32), torch.tensor([[1]], dtype=torch.int32)
     batch = (q, keys, values, table, torch.tensor([14], dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32))
+    assert_near(attention.attend(*batch, scale=0.3, max_queries=12), reference_attention.attend(*batch, scale=0.3))
+    monkeypatch.setattr(attention, "SHORT", 15)
     for options in ({"soft_cap": None}, {"soft_cap": 5.0}):
         found = attention.attend(*batch, scale=0.3, max_queries=12, **options)
         assert torch.equal(found, reference_attention.attend(*batch, scale=0.3, **options))

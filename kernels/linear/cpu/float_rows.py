@@ -65,7 +65,7 @@ def _run(
     pool, (tokens, outputs), inputs = shared_pool(), y.shape, weight.shape[1]
     together = max(count for count in _AT_ONCE if count <= tokens)
     kind = Kind(weight.dtype, y.dtype, together, x_scales is not None)
-    each, count = pieces(outputs, together, pool.threads)
+    each, count = pieces(kind, outputs, pool.threads)
     groups = 1 if scales is None else scales.shape[1]
     addresses = [_address(part) for part in (weight, scales, x, x_scales, bias, y)]
     pool.run(kernel(kind), [*addresses, y.stride(0), tokens, outputs, inputs, groups, each], count)
