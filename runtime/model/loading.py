@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from torch import Tensor
 from quantkit.arch.sizes import LatentSizes
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Gguf
+from quantkit.host_memory import return_free_memory
 from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.progress import Progress, silent
 from quantkit.runtime.model.config import ROUTED, ModelConfig
@@ -48,15 +48,8 @@ def load_weights(
         embedding = embedding_of_head(embedding, head.weights[0])
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
     norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
-    _give_back_memory()
+    return_free_memory()
     return Weights(embedding, blocks, norm, head)
-
-
-def _give_back_memory() -> None:
-    """What reading has left free in the C library's heap goes back to the system, where that library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _head(reader: Reader, embedding: Tensor | CodedEmbedding, ranks: Ranks) -> Linear:

@@ -68,6 +68,7 @@ ALLOWED["runtime"] = {
     "checkpoint",
     "devices",
     "expert_check",
+    "host_memory",
     "inspection",
     "kernels",
     "recipe",
