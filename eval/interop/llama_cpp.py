@@ -33,6 +33,7 @@ COLUMNS = (
     *("perplexity_there", "perplexity_here", "difference_percent", "warnings", "command"),
 )
 _FINAL = re.compile(r"Final estimate: PPL = ([\d.]+|nan|inf)")
+_TRIES = 3  # it may end before its log, which another thread writes, is out
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ def perplexity_there(programs: Path, file: Path, windows: Windows) -> tuple[floa
     """By llama-perplexity, and the lines in which it warned."""
     words = [str(programs / "llama-perplexity"), "-m", str(file), "-f", str(windows.text), "--no-warmup"]
     sizes = ["-c", windows.length, "-b", windows.length, "-ub", windows.length, "--chunks", windows.count, "-t", 2]
-    run = subprocess.run([*words, *map(str, sizes)], capture_output=True, text=True, check=False)
-    said = run.stdout + run.stderr
-    final = _FINAL.search(said)
+    for _ in range(_TRIES):
+        run = subprocess.run([*words, *map(str, sizes)], capture_output=True, text=True, check=False)
+        said = run.stdout + run.stderr
+        final = _FINAL.search(said)
+        if final is not None:
+            break
     if final is None:
         last = said.strip().splitlines()[-1]
         raise QuantkitError(f"llama-perplexity gave no number for {file}, exit code {run.returncode}: {last}")
