@@ -160,7 +160,7 @@ class BlockRunner:
     def embed(self, tokens: Tensor) -> Tensor:
         """The hidden states [..., hidden] before the first block, on the CPU; only rows that are used are read."""
         used, position = tokens.unique(return_inverse=True)
-        rows = self.checkpoint.rows(f"{self._outer}.embed_tokens.weight", used).to(self.dtype)
+        rows = self._rows(f"{self._outer}.embed_tokens.weight", used).to(self.dtype)
         if self.family.scaled_embedding:  # the factor has the weights' own precision
             factor = torch.tensor(self.config.hidden_size**0.5, dtype=DTYPES[self.checkpoint.dtype])
             rows = rows * factor.to(self.dtype)
@@ -223,11 +223,16 @@ class BlockRunner:
             yield from self._output_matrix.split(VOCABULARY_PIECE)
             return
         for start in range(0, self.checkpoint.tensors[self._output_name].info.shape[0], VOCABULARY_PIECE):
-            yield self.checkpoint.rows(self._output_name, slice(start, start + VOCABULARY_PIECE))
+            yield self._rows(self._output_name, slice(start, start + VOCABULARY_PIECE))
+
+    def _rows(self, name: str, index: Tensor | slice) -> Tensor:
+        """Of embeddings or output layer, decoded where they are in blocks of their rows."""
+        rows, fmt = self.checkpoint.rows(name, index), self.checkpoint.formats.get(name.removesuffix(".weight"))
+        return rows if fmt is None else fmt.decode({"weight": rows})
 
     @cached_property
     def _output_matrix(self) -> Tensor:
-        return self.checkpoint.tensor(self._output_name).to(self.device)
+        return self._rows(self._output_name, slice(None)).to(self.device)
 
     @property
     def _output_name(self) -> str:

@@ -63,6 +63,11 @@ class Checkpoint:
             family = FAMILIES.get(str(self.config.get("model_type")))
             self.tensors = _by_expert(stored_tensors(self.folder), family)
 
+    @property
+    def origin(self) -> Path:
+        """What to call it to people: the folder, or the GGUF file that it stands for."""
+        return self.folder if self.gguf is None else self.gguf.file
+
     @cached_property
     def formats(self) -> dict[str, Format]:
         """The format of every quantized module; empty for a plain model."""

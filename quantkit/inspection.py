@@ -56,7 +56,7 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
     plain = sum(math.prod(checkpoint.tensors[name].info.shape) for name in checkpoint.plain_names())
     total = sum(stored.nbytes for stored in checkpoint.tensors.values())
     return Inspection(
-        folder=str(checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.file),
+        folder=str(checkpoint.origin),
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         dtype=checkpoint.dtype,
         quant_method=dialect_of(formats).quant_method if formats else None,

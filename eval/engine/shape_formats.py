@@ -14,7 +14,7 @@ def check_format_name(shape: str, name: str) -> None:
     """Refuses what `shape_format` would not find; a recipe must have one format for all layers."""
     if name in FORMATS or name == UNQUANTIZED:
         return
-    recipes = [recipe.name for recipe in list_recipes()]
+    recipes = [recipe.name for recipe in list_recipes() if not recipe.writes_gguf]
     if name not in recipes and not name.endswith((".yaml", ".yml")):
         raise InputError(f"unknown format '{name}'; {did_you_mean(name, (*FORMATS, UNQUANTIZED, *recipes))}")
     shape_format(shape, name, "bfloat16")

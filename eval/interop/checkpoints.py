@@ -74,7 +74,7 @@ CONVERSIONS = (
 
 def all_tried() -> tuple[Tried, ...]:
     """Sources of conversions come before what is made of them."""
-    recipes = [Tried(recipe.name, recipe.name) for recipe in list_recipes()]
+    recipes = [Tried(recipe.name, recipe.name) for recipe in list_recipes() if not recipe.writes_gguf]
     return (Tried(AS_IT_IS), *recipes, *CHANGED, *CONVERSIONS)
 
 

@@ -1,5 +1,5 @@
-"""From a kernel in `language.py` to machine code, when it is first asked for: compiled, or as an earlier process has
-left it (`object_cache.py`)."""
+"""From a kernel in `language.py` to machine code: when it is first asked for, once in a process; the machine code comes
+from the user's cache where it was compiled before (`object_cache.py`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from llvmlite import binding, ir
 
-from quantkit.kernels.cpu import object_cache
 from quantkit.kernels.cpu.language import I64, Code, Value
+from quantkit.kernels.cpu.object_cache import kept_object
 from quantkit.kernels.cpu.processor import Processor, this_processor
 
 Body = Callable[..., None]  # (code, *arguments), all arguments I64
@@ -21,12 +21,12 @@ _engines: list[Any] = []  # own the code, and live as long as the process
 def compiled(name: str, arguments: int, body: Body) -> int:
     """The address of a C function `void name(int64_t, ...)`."""
     processor = this_processor()
-    machine, text = _machine(processor), source(name, arguments, body, processor)
-    file = object_cache.file_of(text, processor)
-    code = object_cache.read(file)
-    if code is None:
-        code = machine.emit_object(_optimized(text, machine))
-        object_cache.write(file, code)
+    machine = _machine(processor)
+
+    def compile() -> bytes:
+        return bytes(machine.emit_object(_optimized(source(name, arguments, body, processor), machine)))
+
+    code = kept_object(name, body, processor, compile)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()

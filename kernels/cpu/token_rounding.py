@@ -124,7 +124,7 @@ def _scale(code: Code, most: Value, outliers: bool) -> tuple[Value, Callable[[Va
     """Of a token with this largest size, and how its inputs become digits."""
     if outliers:
         least = code.constant(F32, 1e-30)
-        factor = code.constant(F32, 127.0) // code.of_each("maximum", most, least)
+        factor = (code.constant(F32, 1.0) // code.of_each("maximum", most, least)) * 127.0  # as torch divides a number
         scale = most // code.constant(F32, 127.0)
         return scale, lambda part: code.of_each("rint", part * factor.splat(LANES)).to(I32)
     one = code.constant(F32, 1.0)

@@ -64,6 +64,7 @@ def command(
     quantkit quantize demo -r auto-w3.5 -o demo-mixed --target-bits 4.25
     quantkit quantize org/model -r nf4 -o model-nf4 --json
     quantkit quantize org/model -r gptq-w4g128 -o model-w4 --dry-run
+    quantkit quantize org/model -r q4_k_m -o model.gguf
 
     The output appears under its name only when every tensor was read back from disk and verified. A run that was
     interrupted goes on where it was when the same command is given again.
@@ -131,5 +132,7 @@ def _print_report(report: QuantizeReport) -> None:
     click.echo(f"largest {name}: {value:.4f} ({worst.module}, {worst.scheme})")
     if report.experts is not None:
         click.echo(f"experts: {report.experts.describe()}")
+    for note in report.notes:
+        click.echo(f"note: {note}", err=True)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -31,11 +31,13 @@ DIALECTS: dict[str, Dialect] = {
     for dialect in (GptqDialect(), AwqDialect(), BitsAndBytesDialect(), CompressedTensorsDialect(), Mxfp4Dialect())
 }
 FORMATS: dict[str, type[Format]] = {fmt.name: fmt for dialect in DIALECTS.values() for fmt in dialect.formats}
+RECIPE_FORMATS: dict[str, type[Format]] = FORMATS | {Gguf.name: Gguf}  # GGUF recipes write a file, not a folder
 
 
 def options_of(name: str) -> tuple[str, ...]:
     """The options that a format of this name takes."""
-    return tuple(field.name for field in dataclasses.fields(_class_of(name)))  # type: ignore[arg-type]
+    fields = dataclasses.fields(_class_of(name))  # type: ignore[arg-type]
+    return tuple(field.name for field in fields if field.init)
 
 
 def build(name: str, options: Mapping[str, Any], model_dtype: str) -> Format:
@@ -60,7 +62,7 @@ def dialect_of(modules: Mapping[str, Format]) -> Dialect:
 
 def dialect_with(name: str) -> Dialect:
     """The dialect that a format of this name belongs to."""
-    return next(dialect for dialect in DIALECTS.values() if _class_of(name) in dialect.formats)
+    return next(dialect for dialect in (*DIALECTS.values(), GgufDialect()) if _class_of(name) in dialect.formats)
 
 
 def dialect_named(quant_method: str) -> Dialect:
@@ -72,14 +74,15 @@ def dialect_named(quant_method: str) -> Dialect:
 
 
 def _class_of(name: str) -> type[Format]:
-    if name not in FORMATS:
-        raise InputError(f"unknown format '{name}'; {did_you_mean(name, FORMATS)}")
-    return FORMATS[name]
+    if name not in RECIPE_FORMATS:
+        raise InputError(f"unknown format '{name}'; {did_you_mean(name, RECIPE_FORMATS)}")
+    return RECIPE_FORMATS[name]
 
 
 __all__ = [
     "DIALECTS",
     "FORMATS",
+    "RECIPE_FORMATS",
     "AbsmaxInt8Weight",
     "Awq",
     "BlockMxfp4",

@@ -8,6 +8,18 @@ tensors.py      names, the order of rows, Gemma's norms
 file.py         streams tensors, reads them back, names the file
 """
 
-from quantkit.gguf_export.export import ExportReport, export_gguf
+from quantkit.gguf_export.export import ExportReport, export_gguf, exported, file_type, plain_tensor, write_model
+from quantkit.gguf_export.file import FileTensor, check_file
+from quantkit.gguf_export.tensors import arranged
 
-__all__ = ["ExportReport", "export_gguf"]
+__all__ = [
+    "ExportReport",
+    "FileTensor",
+    "arranged",
+    "check_file",
+    "export_gguf",
+    "exported",
+    "file_type",
+    "plain_tensor",
+    "write_model",
+]

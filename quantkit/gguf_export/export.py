@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gguf import GGML_QUANT_VERSION, LlamaFileType
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import InputError, did_you_mean
+from quantkit.gguf_export.codes import as_blocks, block_kind
 from quantkit.gguf_export.file import FileTensor, check_file, write_gguf
 from quantkit.gguf_export.metadata import ARCHITECTURES, exportable_family, filled_config, model_keys, window_note
 from quantkit.gguf_export.rope import rope_tables
@@ -23,7 +25,6 @@ from quantkit.progress import Progress, silent
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
 
-_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _PLAIN_FILES = {"F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16, "BF16": LlamaFileType.MOSTLY_BF16}
 
 
@@ -77,18 +78,22 @@ def write_model(
     tensor: Callable[[Placement], FileTensor],
     *,
     exact: bool,
+    more: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
     on_tensor: Progress = silent,
+    verify: Callable[[Path], None] = lambda file: None,
 ) -> ExportReport:
-    """Writes a file whose tensors are those that `tensor` says; vectors and tables are float32."""
+    """Writes a file whose matrices are those that `tensor` says; vectors and tables are float32. `more`: further keys;
+    `verify` reads the file before it gets its name."""
     tables = [
         FileTensor(name, tuple(table.shape), "F32", partial(_same, table)) for name, table in model.tables.items()
     ]
     tensors = [
         tensor(place) if len(place.shape) > 1 else plain_tensor(model.source, place, "F32") for place in model.places
     ]
-    keys = {**model.keys, "general.file_type": int(file_type)}
-    size = write_gguf(output, model.architecture, keys, [*tables, *tensors], overwrite=overwrite, on_tensor=on_tensor)
+    keys = {**model.keys, "general.file_type": int(file_type), **more}
+    options: dict[str, Any] = {"overwrite": overwrite, "on_tensor": on_tensor, "verify": verify}
+    size = write_gguf(output, model.architecture, keys, [*tables, *tensors], **options)
     names = [one.type for one in (*tables, *tensors)]
     types = {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
     matrices = sum(len(place.shape) > 1 for place in model.places)
@@ -114,20 +119,43 @@ def export_gguf(
     overwrite: bool = False,
     on_tensor: Progress = silent,
 ) -> ExportReport:
-    """Writes a model as it is. `kind` of its matrices: F32, F16 or BF16, by default the one of the folder."""
+    """Writes a model as it is: codes as blocks, where they fit without loss, and other matrices as `kind`: F32, F16 or
+    BF16, by default the one of the folder."""
     check_file(Path(output), overwrite)
     source = Checkpoint(model_folder(model))
-    if source.formats:
-        raise InputError(f"{source.folder} is quantized; GGUF files are made of the original model: quantize -r q4_k_m")
-    kind = kind or _OF_DTYPE[source.dtype]
-    if kind not in _PLAIN_FILES:
+    if kind is not None and kind not in _PLAIN_FILES:
         raise InputError(f"tensor type '{kind}' is not known here; {did_you_mean(kind, _PLAIN_FILES)}")
     found = exported(source, model)
-    plain = partial(plain_tensor, source, kind=kind)
-    exact = kind in ("F32", _OF_DTYPE[source.dtype])
-    return write_model(
-        found, Path(output), _PLAIN_FILES[kind], plain, exact=exact, overwrite=overwrite, on_tensor=on_tensor
-    )
+    kinds = {f"{module}.weight": block_kind(module, fmt) for module, fmt in source.formats.items()}
+
+    def tensor(place: Placement) -> FileTensor:
+        if place.target not in kinds:
+            return plain_tensor(source, place, kind or stored[place.target])
+        return FileTensor(place.source, place.shape, kinds[place.target], lambda: _blocks(source, place, kinds))
+
+    stored = {place.target: _stored(source, place) for place in found.places if len(place.shape) > 1}
+    plain = {kind or dtype for name, dtype in stored.items() if name not in kinds}
+    mostly = file_type(next(iter(kinds.values()))) if kinds else _PLAIN_FILES[min(plain)]
+    exact = kind in (None, "F32") or {dtype for name, dtype in stored.items() if name not in kinds} == {kind}
+    return write_model(found, Path(output), mostly, tensor, exact=exact, overwrite=overwrite, on_tensor=on_tensor)
+
+
+def _blocks(source: Checkpoint, place: Placement, kinds: Mapping[str, str]) -> Tensor:
+    """Rows of a quantized layer as they stand in the file."""
+    module = place.target.removesuffix(".weight")
+    return arranged(as_blocks(module, source.quantized(module), kinds[place.target]), place)
+
+
+def file_type(name: str) -> LlamaFileType:
+    """What llama.cpp calls a file whose matrices are mostly of this type, or of this mix."""
+    full = f"MOSTLY_{name.upper()}"
+    return LlamaFileType[full if full in LlamaFileType.__members__ else f"{full}_S"]
+
+
+def _stored(source: Checkpoint, place: Placement) -> str:
+    """The type of a tensor in the folder; of others than GGUF has, float32 holds every number."""
+    dtype = source.tensors[place.target].info.dtype if place.target in source.tensors else "F32"
+    return dtype if dtype in _PLAIN_FILES else "F32"
 
 
 def _format_of(source: Checkpoint) -> str:

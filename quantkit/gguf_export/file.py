@@ -67,8 +67,10 @@ def write_gguf(
     *,
     overwrite: bool = False,
     on_tensor: Progress = silent,
+    verify: Callable[[Path], None] = lambda file: None,
 ) -> int:
-    """Writes the file and returns its bytes. One tensor is in memory at a time."""
+    """Writes the file, lets `verify` read it before it gets its name, and returns its bytes. One tensor is in memory
+    at a time."""
     check_file(output, overwrite)
     check_space(output, sum(tensor.nbytes for tensor in tensors))
     with storage_errors(output):
@@ -78,6 +80,7 @@ def write_gguf(
         with storage_errors(output), replacing(output) as partial:
             sums = _write(partial, architecture, keys, tensors, on_tensor)
             _compare(partial, sums)
+            verify(partial)
             check_file(output, overwrite)  # somebody may have made it meanwhile
         return output.stat().st_size
     finally:

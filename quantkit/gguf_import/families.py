@@ -87,7 +87,7 @@ def _gemma_keys(file: GgufFile, family: Family, config: dict[str, Any]) -> dict[
     if family.rope == "per-layer-type":
         local = file.number(f"{name}.rope.freq_base_swa") or _LOCAL_BASE
         sliding = {"rope_type": "default", "rope_theta": local}
-        keys |= {"rope_parameters": {_FULL: config["rope_parameters"], _SLIDING: sliding}}
+        keys |= {"rope_parameters": {_FULL: config["rope_parameters"], _SLIDING: sliding}, "rope_scaling": None}
         keys["rope_local_base_freq"] = local
     return keys
 

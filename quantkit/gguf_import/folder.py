@@ -48,6 +48,11 @@ def gguf_folder(file: str | Path) -> Path:
     return folder
 
 
+def write_view(file: Path, folder: Path) -> None:
+    """Puts what the folder of a GGUF file holds into another one."""
+    _fill(folder, *_side_files(file, FileStamp.of(file)))
+
+
 def cache_folder() -> Path:
     return Path.home() / ".cache" / "quantkit" / "gguf"
 
@@ -75,9 +80,7 @@ def _write(of_file: Path, of_stamp: Path, name: str, files: dict[str, Any], view
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=of_file))
     folder = made / name
     folder.mkdir()
-    for file, held in files.items():
-        (folder / file).write_text(json.dumps(held, ensure_ascii=False), encoding="utf-8")
-    view.write(folder)
+    _fill(folder, files, view)
     for other in of_file.iterdir():
         if other != of_stamp and not other.name.startswith(_UNFINISHED):
             shutil.rmtree(other, ignore_errors=True)
@@ -87,6 +90,12 @@ def _write(of_file: Path, of_stamp: Path, name: str, files: dict[str, Any], view
         if not (of_stamp / name / MANIFEST).exists():  # else another process was faster
             raise
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _fill(folder: Path, files: dict[str, Any], view: GgufView) -> None:
+    for file, held in files.items():
+        (folder / file).write_text(json.dumps(held, ensure_ascii=False), encoding="utf-8")
+    view.write(folder)
 
 
 def _tensor_place(file: GgufFile, place: Placement) -> TensorPlace:

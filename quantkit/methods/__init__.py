@@ -3,6 +3,7 @@
     rtn          round each weight to the nearest value of its format; needs no data, works with every format
     gptq         round column by column, later columns make up for earlier errors; integer formats
     awq          scale salient input columns up before rounding, fold the scales into the layer before; integer formats
+    block-search search the scales of GGUF blocks by importance, round by GPTQ on their grid; format gguf
     smoothquant  move activation outliers into the weights, for formats that quantize both
 
 All but rtn need calibration data. A method neither reads nor writes files and knows no model: it sees the layers that

@@ -145,7 +145,7 @@ def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, method: GptqMet
     dead = hessian.diagonal() == 0
     if bool(dead.all()):  # calibration never reached this layer
         return GptqResult(plain, rounding_loss, rounding_loss, 0.0)
-    order = _order(hessian, method.order)
+    order = column_order(hessian, method.order)
     factor, damping = inverse_factor(hessian, order, method.damping)
     grid = _grid(weight, fmt, hessian, order, method)
     codes = _round_columns(weight.float().masked_fill(dead, 0.0)[:, order], grid, order, factor)
@@ -180,7 +180,7 @@ def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tens
     raise InputError("the inputs of this layer are not finite or not usable for GPTQ; use method 'rtn' for it")
 
 
-def _order(hessian: Tensor, kind: str) -> Tensor:
+def column_order(hessian: Tensor, kind: str) -> Tensor:
     """The order in which columns are rounded."""
     if kind == "none":
         return torch.arange(len(hessian), device=hessian.device)
@@ -202,11 +202,17 @@ def _grid(weight: Tensor, fmt: IntegerFormat, hessian: Tensor, order: Tensor, me
 
 def _round_columns(weight: Tensor, grid: IntegerWeight, order: Tensor, factor: Tensor) -> Tensor:
     """Codes [out, in] of a weight whose columns stand in the given order."""
-    columns = weight.T.contiguous()  # [in, out]: one column of the weight is one run of memory
-    del weight
     group = grid.input_groups()[order]
     scales, zeros = grid.scales.float().T.contiguous(), grid.zeros.float().T.contiguous()  # [groups, out]
-    top = (1 << grid.bits) - 1
+    return round_in_order(weight, scales, zeros, group, (1 << grid.bits) - 1, order, factor)
+
+
+def round_in_order(
+    weight: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int, order: Tensor, factor: Tensor
+) -> Tensor:
+    """The same with scales and zeros [groups, out], and the group of every column in that order."""
+    columns = weight.T.contiguous()  # [in, out]: one column of the weight is one run of memory
+    del weight
     codes = torch.empty_like(columns, dtype=torch.uint8)
     round_block = _kernel(columns.device)
     for start in range(0, len(columns), BLOCK):

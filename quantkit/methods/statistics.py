@@ -28,6 +28,22 @@ class InputStatistics:
             self._sample.append(flat[:missing].float())
         self.tokens += flat.shape[0]
 
+    def lean_on(self, others: InputStatistics) -> None:
+        """Adds to H what two tokens more for each input would: one like the mean of others, one as large in all
+        directions alike. They stand for inputs that were not seen and may come; among many that were, they count
+        little."""
+        hessian, of_others = self.require_hessian(), others.require_hessian()
+        share = len(hessian) / max(1, others.tokens)
+        hessian += share * of_others
+        hessian.diagonal().add_(share * of_others.diagonal().mean())
+
+    def see(self, others: InputStatistics) -> None:
+        """Largest magnitudes and sample are those of others, too."""
+        self.tokens += others.tokens
+        self.absmax = torch.maximum(self.absmax, others.absmax)
+        missing = SAMPLE - sum(len(part) for part in self._sample)
+        self._sample.append(others.sample[: max(0, missing)])
+
     @property
     def sample(self) -> Tensor:
         """The first inputs [up to 2,048, in]."""

@@ -1,12 +1,13 @@
 """The experts of a block, one after the other: the statistics of one are gone before the next one is looked at.
 
-An expert is rounded by the tokens that its router sends it. One that too few reached is rounded by inputs of its whole
-block instead: they say more about what it will read than a handful of tokens, or none.
+An expert is rounded by the tokens that its router sends it, and a little by inputs of its whole block, which count the
+less the more tokens it has of its own (`InputStatistics.lean_on`). So one that few tokens reached, or none, is rounded
+by what else its block reads; where that is too few to go by, it is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class ExpertRounding:
         self._tokens: list[tuple[Tensor, ...]] = []  # of every batch, of every expert: the tokens that it was sent
         self._lengths: list[int] = []  # of every batch: tokens
         self._width = 0
+        self._pool: InputStatistics | None = None  # of what experts read; the same for all
         for batch in hidden:
             routed = part.route(batch)
             inputs.append(routed.inputs)
@@ -74,21 +76,35 @@ class ExpertRounding:
     def _statistics(self, stage: Stage, number: int) -> tuple[InputStatistics, dict[str, Any]]:
         """Of what an expert's linears read, and what the log should say of it."""
         count = sum(len(tokens[number]) for tokens in self._tokens)
+        starved = count < ENOUGH * self._width
+        found = self._of_rows(stage, (tokens[number] for tokens in self._tokens))
+        notes: dict[str, Any] = {"expert_tokens": count}
+        if starved or self._method.wants_hessian:
+            pool = self._pooled(stage)
+            if self._method.wants_hessian:
+                found.lean_on(pool)
+            if starved:
+                found.see(pool)
+                notes["pooled_tokens"] = pool.tokens
+        return found, notes
+
+    def _pooled(self, stage: Stage) -> InputStatistics:
+        """Of tokens of the whole block."""
+        reads_inputs = stage.role == self._part.routed_stages[0].role
+        if reads_inputs and self._pool is not None:
+            return self._pool
+        every = -(-sum(self._lengths) // POOLED)
+        found = self._of_rows(stage, (torch.arange(0, length, every) for length in self._lengths))
+        if reads_inputs:
+            self._pool = found
+        return found
+
+    def _of_rows(self, stage: Stage, rows: Iterable[Tensor]) -> InputStatistics:
+        """Of what the linears of an expert's stage read; rows of every batch."""
         weight = weight_of(self._part.block.get_submodule(stage.names[0]))
         found = InputStatistics(weight.shape[1], weight.device, hessian=self._method.wants_hessian)
-        starved = count < ENOUGH * self._width
         with fast_products(weight.device):
-            for rows in self._rows(number, pooled=starved):
-                found.add(self._part.expert_reads(stage, rows))
-        notes = {"expert_tokens": count}
-        return found, notes | {"pooled_tokens": found.tokens} if starved else notes
-
-    def _rows(self, number: int, *, pooled: bool) -> Iterator[Tensor]:
-        """The tokens of an expert, or tokens of its block with all of its own among them."""
-        every = -(-sum(self._lengths) // POOLED)
-        for index, (tokens, length) in enumerate(zip(self._tokens, self._lengths, strict=True)):
-            own = tokens[number]
-            if pooled:
-                own = torch.cat([own, torch.arange(0, length, every, device=own.device)]).unique()
-            if len(own):
-                yield self._inputs[index][own]
+            for index, own in enumerate(rows):
+                if len(own):
+                    found.add(self._part.expert_reads(stage, self._inputs[index][own.to(weight.device)]))
+        return found

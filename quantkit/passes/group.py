@@ -67,16 +67,16 @@ class BlockQuantizer:
 
         Returns what these inputs are divided by from now on. `notes` go to the log of each linear.
         """
-        fmt = self.formats[stage.names[0]]
+        formats = [self.formats[name] for name in stage.names]
         linears = [block.get_submodule(name) for name in stage.names]
         try:
             rounded, divisor = self._tuned_group(stage.names), None
             log = dict(notes or {})
             if not rounded:
-                divisor, scaling = self._scale(block, stage, linears, fmt, inputs)
+                divisor, scaling = self._scale(block, stage, linears, formats[0], inputs)
                 log |= scaling
-                rounded = _round(self._method, [weight_of(linear).float() for linear in linears], fmt, inputs)
-            for name, linear, part in zip(stage.names, linears, rounded, strict=True):
+                rounded = _round(self._method, [weight_of(linear).float() for linear in linears], formats, inputs)
+            for name, linear, fmt, part in zip(stage.names, linears, formats, rounded, strict=True):
                 self._keep(name, linear, fmt, part, inputs, log)
         except InputError as error:
             raise InputError(f"{self._prefix}{stage.names[0]}: {error}") from error
@@ -189,11 +189,12 @@ class BlockQuantizer:
         self._on_layer(self._layers[name])
 
 
-def _round(method: Method, weights: list[Tensor], fmt: Format, inputs: InputStatistics) -> list[Rounded]:
+def _round(method: Method, weights: list[Tensor], formats: list[Format], inputs: InputStatistics) -> list[Rounded]:
     """Layers that share an input are rounded as one matrix on integer grids, which have no scale beyond one row, and
-    where they must share the scale of the whole."""
+    where they must share the scale of the whole; these have one format."""
+    fmt = formats[0]
     if len(weights) == 1 or not (isinstance(fmt, IntegerFormat) or fmt.scales_tensor):
-        return [method.round(weight, fmt, inputs) for weight in weights]
+        return [method.round(weight, each, inputs) for weight, each in zip(weights, formats, strict=True)]
     sizes = [len(weight) for weight in weights]
     whole = method.round(torch.cat(weights), fmt, inputs)
     none: list[Tensor | None] = [None] * len(sizes)

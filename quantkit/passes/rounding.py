@@ -32,7 +32,7 @@ def round_blocks(
                 continue
             fmt = chosen[modules[0]]
             for group in [modules] if fmt.scales_tensor else [(module,) for module in modules]:
-                for layer in _rounded(source, group, fmt, method, device):
+                for layer in _rounded(source, group, chosen[group[0]], method, device):
                     layers.append(layer)
                     on_layer(layer)
         yield QuantizedBlock(tuple(layers))

@@ -22,9 +22,11 @@ from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_BYTES, WINDOW
 from quantkit.devices import resolve_device
 from quantkit.errors import InputError
 from quantkit.expert_check import check_experts
-from quantkit.formats import Format, Shape
+from quantkit.formats import Format, Gguf, Shape
+from quantkit.gguf_export import check_file, exported
 from quantkit.methods import Method, needs_data, package_of
 from quantkit.passes.calibrated import check_folds
+from quantkit.pipeline.gguf_types import by_matrix, outside_formats
 from quantkit.pipeline.target_bits import check_target
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.reference import load_tokenizer
@@ -72,10 +74,24 @@ class Job:
         return [[module for modules in stages for module in modules] for stages in by_layer]
 
     @property
+    def mix(self) -> Gguf | None:
+        """The mix of types of a run that writes a GGUF file."""
+        own = self.recipe.formats(self.source.dtype)[-1]
+        return own if isinstance(own, Gguf) else None
+
+    @property
+    def outside(self) -> dict[str, Gguf]:
+        """Embeddings and output layer, where they are rounded too."""
+        return {} if self.mix is None else outside_formats(self.mix, self.family, self.source)
+
+    @property
     def plain_bytes(self) -> int:
-        """Of all tensors that stay as they are."""
-        replaced = {f"{module}.weight" for module in self.chosen}
-        return sum(stored.nbytes for name, stored in self.source.tensors.items() if name not in replaced)
+        """Of all tensors that no method rounds."""
+        outside = self.outside
+        replaced = {f"{module}.weight" for module in (*self.chosen, *outside)}
+        plain = sum(stored.nbytes for name, stored in self.source.tensors.items() if name not in replaced)
+        shapes = {module: self.source.tensors[f"{module}.weight"].info.shape for module in outside}
+        return plain + sum(fmt.nbytes((shapes[module][0], shapes[module][1])) for module, fmt in outside.items())
 
     def quantized_bytes(self, chosen: Mapping[str, Format]) -> int:
         """Of the layers to quantize, in these formats."""
@@ -115,15 +131,19 @@ def prepare(
     quality_windows: int = QUALITY_WINDOWS,
 ) -> Job:
     """Refuses what cannot be done: checks output, device, model, recipe, data and space on the disk; writes nothing."""
-    check_output(Path(output).absolute(), overwrite)
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    check = check_file if recipe.writes_gguf else check_output
+    check(Path(output).absolute(), overwrite)
     device = resolve_device(device)
     source = Checkpoint(model_folder(model))
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if source.formats:
-        raise InputError(f"{source.folder} is quantized already; quantize the original model, or use convert")
+        raise InputError(f"{source.origin} is quantized already; quantize the original model, or use convert")
     family, method = family_of(source.config), recipe.method.build()
     check_experts(source)
     plan = recipe.plan(family, source.config, source.dtype)
+    if recipe.writes_gguf:
+        exported(source, model)
+        plan = by_matrix(plan, family, source)
     shapes = _check_plan(source, family, recipe, method, plan)
     check_blocks(source, family)
     _check_outside(source, family, device)

@@ -36,6 +36,7 @@ class QuantizeReport:
     calibration: dict[str, Any] | None  # the data that the method saw
     quality: Quality | None
     layers: tuple[LayerReport, ...]
+    notes: tuple[str, ...] = ()  # what another reader of the result will do otherwise
 
     @property
     def bits_per_weight(self) -> float:

@@ -58,7 +58,7 @@ def write_checkpoint(
         def check(folder: Path) -> None:
             nonlocal report
             verify_written(folder, promised, job.device)
-            quality = _quality(job, folder)
+            quality = measured_quality(job, folder)
             sizes = (source_bytes, writer.total_bytes)
             report = QuantizeReport(str(job.output), job.recipe.name, name, *sizes, job.calibration, quality, layers)
             writer.add_text(QUANTIZATION_LOG, _log(job, report, allocation))
@@ -88,7 +88,7 @@ def _add_plain(source: Checkpoint, replaced: set[str], writer: CheckpointWriter)
             writer.add(name, source.tensor(name))
 
 
-def _quality(job: Job, folder: Path) -> Quality | None:
+def measured_quality(job: Job, folder: Path) -> Quality | None:
     """What was lost; a checkpoint that computes NaN is not finished."""
     if job.quality is None:
         return None

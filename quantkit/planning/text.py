@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantkit.engines import Verdict
+from quantkit.formats import Gguf
 from quantkit.planning.plan import Need, OutputFacts, QuantizePlan
 from quantkit.wording import human_bytes, human_count, human_duration
 
@@ -46,7 +47,7 @@ def _method(plan: QuantizePlan) -> str:
 
 
 def _kept(output: OutputFacts) -> str:
-    always = "lm_head, embeddings and norms"
+    always = "norms" if output.format == Gguf.name else "lm_head, embeddings and norms"
     if not output.kept:
         return always
     more = len(output.kept) - _NAMED

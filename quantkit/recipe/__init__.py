@@ -23,7 +23,7 @@ from typing import Any
 
 from quantkit.arch import Family
 from quantkit.errors import CannotHold, InputError, did_you_mean
-from quantkit.formats import Format, build, dialect_of
+from quantkit.formats import Format, Gguf, build, dialect_of
 from quantkit.methods import needs_data
 from quantkit.recipe.file import Contents, read_recipe
 
@@ -59,6 +59,15 @@ class Recipe(Contents):
         formats = (rule.fmt for rule in self._rules("bfloat16"))  # any dtype will do
         return needs_data(self.method.build(), formats, self.target_bits)
 
+    @property
+    def writes_gguf(self) -> bool:
+        """Whether the result is a GGUF file, not a folder."""
+        return self.format.name == Gguf.name
+
+    def formats(self, model_dtype: str) -> list[Format]:
+        """Those that it names, its own last."""
+        return [rule.fmt for rule in self._rules(model_dtype) if rule.fmt is not None]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and logs: the name, then the keys as a recipe file has them."""
         contents = self.model_dump(mode="json", exclude_unset=True)
@@ -77,7 +86,7 @@ class Recipe(Contents):
         for rule in rules:
             self._check_used(rule, modules, family.tied(config))
         chosen = {module: next(rule for rule in rules if rule.matches(module)) for module in modules}
-        for fused in family.linear_groups(config):
+        for fused in [] if self.writes_gguf else family.linear_groups(config):
             self._check_fused([(member, chosen[member]) for member in fused])
         plan = {module: rule.fmt for module, rule in chosen.items()}
         self._check_storable(plan)
@@ -125,6 +134,8 @@ class Recipe(Contents):
         quantized = {module: fmt for module, fmt in plan.items() if fmt is not None}
         if not quantized:
             raise InputError(f"recipe '{self.name}' keeps every linear layer of this model; nothing would be quantized")
+        if self.writes_gguf:  # a file says the type of every tensor
+            return
         try:
             dialect_of(quantized).write(quantized, [module for module, fmt in plan.items() if fmt is None])
         except CannotHold as error:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.formats import FORMATS, CtPacked, build
+from quantkit.formats import RECIPE_FORMATS, CtPacked, build
 from quantkit.methods import Method, find_method, method_names
 from quantkit.recipe.parse import changed, key_of, parse
 
@@ -140,7 +140,7 @@ def _checked(contents: dict[str, Any], source: Source) -> Contents:
     recipe = _validated(Contents, contents, (), Contents.model_fields, source)
     _check_filled({key: contents[key] for key in ("target_bits", "calibration") if key in contents}, (), source)
     _check_method(recipe.method, source)
-    _check_name("format.name", recipe.format.name, FORMATS, source)
+    _check_name("format.name", recipe.format.name, RECIPE_FORMATS, source)
     _check_format_options(recipe.format, {}, recipe.format.name, ("format",), source)
     for index, override in enumerate(recipe.overrides):
         path = f"overrides.{index}"
@@ -217,7 +217,7 @@ def _check_format_options(choice: _Choice, base: dict[str, Any], name: str, path
     def build_it() -> object:
         return build(name, base | choice.options, "bfloat16")  # any dtype will do: the model's own is not known yet
 
-    _check_options(choice, FORMATS[name], f"format '{name}'", path, build_it, source)
+    _check_options(choice, RECIPE_FORMATS[name], f"format '{name}'", path, build_it, source)
 
 
 def _check_options(

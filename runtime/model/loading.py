@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit.arch.sizes import LatentSizes
 from quantkit.checkpoint import Checkpoint
+from quantkit.formats import Gguf
 from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.progress import Progress, silent
 from quantkit.runtime.model.config import ROUTED, ModelConfig
@@ -24,6 +25,8 @@ from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.reader import Reader
 from quantkit.runtime.model.shards import GroupShare, Share, share_of_block
 from quantkit.stages import Experts, Stage
+
+_HEAD_ROWS = 1 << 13  # of an output layer in blocks that are laid out at a time, to need little memory beside it
 
 
 def load_weights(
@@ -39,7 +42,8 @@ def load_weights(
     reader = Reader(checkpoint, config, dtype, device)
     rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
     embedding: Tensor | CodedEmbedding = reader.embedding(rows)
-    head = head_in_bits(_head(reader, embedding, ranks), head_bits, dtype, reader.prepared)
+    with checkpoint.kept_open():
+        head = head_in_bits(_head(reader, embedding, ranks), head_bits, dtype, reader.prepared)
     if config.tied and len(head.weights) == 1:
         embedding = embedding_of_head(embedding, head.weights[0])
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
@@ -61,9 +65,15 @@ def _head(reader: Reader, embedding: Tensor | CodedEmbedding, ranks: Ranks) -> L
         return Linear(())
     if config.tied and isinstance(embedding, Tensor):
         return Linear((embedding,))
-    rows = ranks.vocabulary(config.vocab)
-    share = GroupShare((Share((rows,), slice(0, config.hidden)),)) if ranks.tensor > 1 else None
-    return reader.linear([EMBEDDING if config.tied else "lm_head"], [config.vocab], config.hidden, share)
+    name, rows = EMBEDDING if config.tied else "lm_head", ranks.vocabulary(config.vocab)
+    share = None
+    if isinstance(reader.checkpoint.formats.get(name), Gguf):
+        starts = range(rows.start, rows.stop, _HEAD_ROWS)
+        parts = tuple(slice(start, min(start + _HEAD_ROWS, rows.stop)) for start in starts)
+        share = GroupShare((Share(parts, slice(0, config.hidden)),))
+    elif ranks.tensor > 1:
+        share = GroupShare((Share((rows,), slice(0, config.hidden)),))
+    return reader.linear([name], [config.vocab], config.hidden, share)
 
 
 def load_blocks(

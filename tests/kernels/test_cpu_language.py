@@ -2,11 +2,13 @@
 
 import threading
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from quantkit.kernels.cpu import float_product, wide_product
+from quantkit.kernels.cpu import float_product, object_cache, wide_product
 from quantkit.kernels.cpu.bytes import dot, look_up
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
@@ -142,3 +144,29 @@ def test_every_piece_is_done_once() -> None:
 def test_the_pool_of_a_process_is_one() -> None:
     assert shared_pool() is shared_pool()
     assert shared_pool().threads == torch.get_num_threads()
+
+
+def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a kernel was written by and for; a damaged file is made again, and so is what has no name."""
+    monkeypatch.setattr(object_cache, "cache_folder", lambda: tmp_path / "kernels")
+    made: list[bytes] = []
+
+    def compile() -> bytes:
+        made.append(len(made).to_bytes(1, "little") * 100)
+        return made[-1]
+
+    def object_of(body: Any, processor: Processor = KNOWN["haswell"]) -> bytes:
+        return object_cache.kept_object("product", body, processor, compile)
+
+    kinds = [Kind(Codes(bits, zero=2), 128, 1, 2, torch.bfloat16, torch.float32) for bits in (4, 4, 8)]
+    first, again, other = (object_of(partial(multiply, kind=kind)) for kind in kinds)
+    assert first == again != other
+    assert object_of(partial(multiply, kind=kinds[0]), KNOWN["znver4"]) not in (first, other)
+    for file in (tmp_path / "kernels").iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    assert object_of(partial(multiply, kind=kinds[0])) == made[3]
+    assert object_of(partial(multiply, kind=kinds[0])) == made[3]
+    assert object_of(compile) != object_of(compile)  # of no kernel here
+    monkeypatch.setattr(object_cache, "cache_folder", lambda: Path("/proc/nowhere"))
+    assert object_of(partial(multiply, kind=kinds[0])) == made[-1]
+    assert len(made) == 7

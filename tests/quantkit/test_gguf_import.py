@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 
-from gguf_files import SPECIAL, permuted, tiny_tokenizer, write_vocabulary
+from gguf_files import SPECIAL, gguf_pair, permuted, tiny_tokenizer, write_vocabulary
 from quantkit.checkpoint import Checkpoint
 from quantkit.cli import main
 from quantkit.gguf_import import import_gguf
@@ -133,6 +133,16 @@ def test_logits_are_exactly_those_of_the_decoded_weights(tmp_path: Path, arch: s
     with torch.inference_mode():
         torch.testing.assert_close(load(folder)(ids).logits, rounded(model, kind)(ids).logits, rtol=0, atol=0)
     assert ("lm_head.weight" in Checkpoint(folder).tensors) is not tied
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral", "qwen2_moe"])
+def test_families_with_other_names_norms_or_experts(tmp_path: Path, family: str) -> None:
+    file, folder = gguf_pair(family, tmp_path)
+    import_gguf(file, tmp_path / "out", dtype="float32")
+    found, wanted = Checkpoint(tmp_path / "out"), Checkpoint(folder)
+    assert {*found.tensors, "lm_head.weight"} == {*wanted.tensors, "lm_head.weight"}
+    for name in found.tensors:  # Gemma's norms went through a sum with 1
+        torch.testing.assert_close(found.tensor(name), wanted.tensor(name).float(), rtol=0, atol=1e-6)
 
 
 def test_config_holds_what_the_file_says(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ ALLOWED["reference"] |= {"expert_check"}
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "expert_check", "passes"}
 ALLOWED["pipeline"] |= {"devices", "provenance", "reference", "skeleton", "stages", "storage", "checksums", "wording"}
+ALLOWED["pipeline"] |= {"gguf_export", "gguf_import"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"gguf_export", "pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "gguf_view", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}

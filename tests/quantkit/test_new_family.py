@@ -24,9 +24,11 @@ SEARCHED = ("quantkit", "kernels", "runtime", "eval")
 # Files that speak about another program's names, or about one model: a new family does without them.
 MAY_NAME_FAMILIES = {
     "quantkit/launch.py",  # dtypes that vLLM refuses
-    "quantkit/gguf_import/config.py",  # what GGUF files call their architectures
+    "quantkit/gguf_import/families.py",  # what GGUF files call their architectures
     "quantkit/gguf_import/tokenizer.py",  # and their tokenizers
-    "quantkit/gguf_import/weights.py",  # and how they order rows
+    "quantkit/gguf_import/placement.py",  # how they order rows
+    "quantkit/gguf_import/rope.py",  # which of them rotate a part of each head
+    *(f"quantkit/gguf_export/{name}.py" for name in ("metadata", "rope", "split_rules", "tensors", "tokenizer")),
     "quantkit/bundled/training/model.py",  # the bundled model is a Llama
     "eval/shapes.py",  # sizes of published models, to measure speed with
 }

@@ -29,7 +29,9 @@ CONFIG: dict[str, Any] = {
 BUNDLED = (
     *("auto-w3.5", "awq-w3g128", "awq-w4g128", "awq-w4g32", "awq-w4g64", "best-w4g128", "best-w4g64"),
     *("fp4", "fp8", "fp8-block", "fp8-static", "gptq-w3g128", "gptq-w3g64", "gptq-w4g128", "gptq-w4g32", "gptq-w4g64"),
-    *("gptq-w4g64-asym", "gptq-w8", "llm-int8", "mxfp4", "nf4", "nf4-plain", "nvfp4"),
+    *("gptq-w4g64-asym", "gptq-w8"),
+    *("iq4_xs", "llm-int8", "mxfp4", "nf4", "nf4-plain", "nvfp4"),
+    *("q2_k", "q3_k_m", "q4_0", "q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0"),
     *("rtn-w2g64", "rtn-w3g128", "rtn-w4g128", "rtn-w4g128-asym", "rtn-w4g128-ct", "rtn-w4g32", "rtn-w4g64"),
     *("rtn-w8", "rtn-w8a8", "smoothquant-w8a8"),
 )
@@ -69,7 +71,7 @@ def test_bundled_recipe_plans_and_quantizes(name: str) -> None:
     weight = torch.randn(128, 256)
     quantized = fmt.with_input_scale(fmt.quantize(weight), 3.0)
     relative = (quantized.dequantize() - weight).norm() / weight.norm()
-    assert relative < {2: 0.6, 3: 0.3, 4: 0.2, 8: 0.04}[fmt.bits]
+    assert relative < {2: 0.6, 3: 0.3, 4: 0.2, 5: 0.05, 6: 0.03, 8: 0.04}[fmt.bits]
     assert set(fmt.parts((128, 256))) == set(fmt.pack(quantized))
 
 

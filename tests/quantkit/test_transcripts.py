@@ -46,6 +46,7 @@ NOT_RUN = {
     ("docs/import.md", "quantkit import SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2"): _FILE,
     ("docs/import.md", f"quantkit generate smollm2 {_QUESTION} --chat --max-tokens 80"): _FILE,
     ("docs/import.md", "quantkit import half.gguf -o half"): _FILE,
+    ("docs/gguf.md", f"quantkit generate SmolLM2-135M-Instruct.Q4_1.gguf {_QUESTION} --chat --max-tokens 60"): _FILE,
     ("docs/medusa.md", "quantkit train-medusa demo -o demo-medusa --self-generated 600 --epochs 4 --device cpu"):
         "19 minutes of one core",
 }  # fmt: skip

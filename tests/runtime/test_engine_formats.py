@@ -131,7 +131,11 @@ _LONG = ("awq-w3g128", "awq-w4g128", "awq-w4g32", "best-w4g128", "gptq-w3g64", "
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(one, marks=pytest.mark.long) if one.name in _LONG else one for one in list_recipes()],
+    [
+        pytest.param(one, marks=pytest.mark.long) if one.name in _LONG else one
+        for one in list_recipes()
+        if not one.writes_gguf  # tests/runtime/test_gguf_engine.py has files of every type
+    ],
     ids=lambda recipe: recipe.name,
 )
 def test_every_recipe_is_served(recipe: Recipe, quantized: Quantized) -> None:

@@ -65,6 +65,33 @@ def test_every_family_is_what_its_own_config_says(family: str, tmp_path: Path) -
     assert relative_error(logits_of(file), logits_of(folder)) < 1e-4
 
 
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.25, 1.5, 1.5, 2.0, 2.5, 3.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.25,
+}
+BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32}),
+        ("gemma3_text", {"rope_parameters": BY_LAYER, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    ],
+)
+def test_ropes_for_longer_contexts(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 6} if family == "gemma3_text" else {}
+    file, folder = gguf_pair(family, tmp_path, **settings, **layers)
+    assert relative_error(logits_of(file), logits_of(folder)) < 1e-4
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     file, folder = gguf_pair("llama", tmp_path, kind, **WIDE, tie_word_embeddings=kind in ("Q4_K", "Q8_0"))

@@ -145,6 +145,14 @@ def write_settings(writer: gguf.GGUFWriter, family: str, config: dict[str, Any])
     rope = config["rope_parameters"].get("full_attention") or config["rope_parameters"]
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1)))
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
     if family in ("gemma2", "gemma3_text", "phi3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if family == "gemma2":

@@ -99,14 +99,18 @@ def _small_numbers(blocks: Tensor, kind: BlockType) -> tuple[Tensor | None, Tens
 
 def _gather(blocks: Tensor, planes: tuple[Plane, ...], count: int) -> Tensor:
     """uint8 [..., count]: the values of a field, with the bits of all its planes."""
-    values = torch.zeros(*blocks.shape[:-1], count, dtype=torch.uint8, device=blocks.device)
+    values: Tensor | None = None
     low = 0
     for plane in planes:
         runs = blocks[..., plane.start : plane.start + plane.nbytes(count)].unflatten(-1, (-1, plane.run))
-        shifted = [runs >> shift for shift in range(0, 8, plane.bits)]
-        part = torch.stack(shifted, -2).flatten(-3) & ((1 << plane.bits) - 1)  # run, shift, byte
-        values |= part << low
+        part = runs.new_empty(*runs.shape[:-1], 8 // plane.bits, plane.run)  # run, shift, byte
+        for place in range(8 // plane.bits):
+            torch.bitwise_right_shift(runs, place * plane.bits, out=part[..., place, :])
+        if plane.bits < 8:
+            part.bitwise_and_((1 << plane.bits) - 1)
+        values = part.flatten(-3) if values is None else values.bitwise_or_(part.flatten(-3) << low)
         low += plane.bits
+    assert values is not None
     return values
 
 

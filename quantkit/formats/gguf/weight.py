@@ -30,6 +30,7 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.gguf.blocks import Blocks, pack, unpack
+from quantkit.formats.gguf.mixes import MIXES, Matrix, type_of
 from quantkit.formats.gguf.search import search_blocks
 from quantkit.formats.gguf.types import TYPES, BlockType
 
@@ -129,11 +130,15 @@ class Gguf(Format):
     dtype_follows_model: ClassVar[bool] = False
 
     kind: str = "Q8_0"
+    mix: str = ""  # of llama.cpp, by which `of_matrix` chooses; then `kind` is the type of most matrices
     dtype: str = "float16"  # of the blocks' scales
     bits: int = field(init=False, default=0)  # of a code
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.mix:
+            check_choice("gguf: mix", self.mix, tuple(MIXES))
+            object.__setattr__(self, "kind", MIXES[self.mix])
         check_choice("gguf: kind", self.kind, tuple(TYPES))
         check_choice("gguf: dtype", self.dtype, ("float16",))
         object.__setattr__(self, "bits", self.blocks.bits)
@@ -142,8 +147,13 @@ class Gguf(Format):
     def blocks(self) -> BlockType:
         return TYPES[self.kind]
 
+    def of_matrix(self, matrix: Matrix) -> Gguf | None:
+        """The format of one matrix; None: 16 bits, since its rows are no whole number of blocks."""
+        kind = type_of(self.mix, matrix) if self.mix else self.kind
+        return Gguf(kind) if kind in TYPES else None
+
     def describe(self) -> str:
-        return self.kind
+        return self.mix or self.kind
 
     def check(self, shape: Shape) -> None:
         check_divides("its number of inputs", shape[1], self.blocks.size, "keep this layer, or use a type that does")

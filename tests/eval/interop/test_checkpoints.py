@@ -21,7 +21,7 @@ TRIED = all_tried()
 def test_every_recipe_and_every_target_of_convert_is_there() -> None:
     names = [tried.name for tried in TRIED]
     assert len(set(names)) == len(names)
-    assert {recipe.name for recipe in list_recipes()} <= set(names)
+    assert {recipe.name for recipe in list_recipes() if not recipe.writes_gguf} <= set(names)
     from_layouts_of_others = {"ct-mxfp4"}  # from gpt-oss's own, which no recipe writes
     assert {tried.to for tried in TRIED if tried.to} == set(TARGETS) - from_layouts_of_others
 

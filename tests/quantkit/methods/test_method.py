@@ -10,6 +10,7 @@ from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
 from quantkit.methods import METHODS, Method, needs_data
 from quantkit.methods.awq import AwqMethod
+from quantkit.methods.block_search import BlockSearchMethod
 from quantkit.methods.costing import GroupWork, Speed
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.rtn import RtnMethod
@@ -99,7 +100,7 @@ def test_recipes_give_options() -> None:
 
 
 def test_every_method_is_listed() -> None:
-    assert list(METHODS) == ["awq", "gptq", "rtn", "smoothquant"]
+    assert list(METHODS) == ["awq", "block-search", "gptq", "rtn", "smoothquant"]
     assert all(issubclass(kind, Method) for kind in METHODS.values())
 
 
@@ -116,6 +117,8 @@ BY_HESSIAN = 2 * 48 * 64**2 / 1e6
         (AwqMethod(points=5), ROUNDING + 2 * BY_HESSIAN + 10 * (ROUNDING + BY_HESSIAN) + 42 * ROUNDING),
         (SmoothQuantMethod(points=4), ROUNDING + 5 * (ROUNDING + 2 * SAMPLE * 3072 / 1e6)),
         (GptqMethod(grid="minmax"), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0),
+        (BlockSearchMethod(rounding="nearest"), ROUNDING + BY_HESSIAN),
+        (BlockSearchMethod(), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0),
         (GptqMethod(), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING),
         (
             GptqMethod(grid="minmax", scaling="awq"),

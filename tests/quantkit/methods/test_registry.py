@@ -40,8 +40,10 @@ def load(toy: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
 
 def test_without_the_package_its_names_are_unknown() -> None:
-    assert method_names() == ["awq", "gptq", "rtn", "smoothquant"]
-    with pytest.raises(InputError, match=r"unknown method 'gtpq'; did you mean 'gptq'\? Known: awq, gptq, rtn"):
+    assert method_names() == ["awq", "block-search", "gptq", "rtn", "smoothquant"]
+    with pytest.raises(
+        InputError, match=r"unknown method 'gtpq'; did you mean 'gptq'\? Known: awq, block-search, gptq, rtn"
+    ):
         find_method("gtpq")
 
 

@@ -113,13 +113,15 @@ def test_gptq_rounds_an_expert_by_its_own_tokens(
         if name.startswith(("model.layers.0.", "model.layers.1.self_attn.")):
             model.get_parameter(f"{name}.weight").copy_(checkpoint.weight(name, torch.float32))
     experts = model.model.layers[1].mlp.experts
-    seen = [InputStatistics(64) for _ in experts]
+    seen, pool = [InputStatistics(64) for _ in experts], InputStatistics(64)
     for expert, statistics in zip(experts, seen, strict=True):
         expert.register_forward_pre_hook(lambda _, inputs, to=statistics: to.add(inputs[0]))
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda _, inputs: pool.add(inputs[0]))
     with fast_products(torch.device("cpu")):
         model(tokens)
     assert sum(each.tokens for each in seen) == CHOSEN * tokens.numel()
     for number, (expert, statistics) in enumerate(zip(experts, seen, strict=True)):
+        statistics.lean_on(pool)
         weight = torch.cat([expert.gate_proj.weight, expert.up_proj.weight])
         direct = codes(quantize_layer(weight, fmt, statistics.require_hessian(), GptqMethod()).quantized)
         names = [f"model.layers.1.mlp.experts.{number}.{linear}" for linear in ("gate_proj", "up_proj")]
@@ -169,7 +171,7 @@ def test_an_expert_without_tokens_has_an_input_scale(quantized: Quantized) -> No
 def test_a_quarter_of_its_inputs_is_enough(
     reached: int, source: Path, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below, an expert is shown tokens of its block, its own among them."""
+    """Below, it is said that an expert saw tokens of its block; those count for all, as two tokens for each input."""
     runner = BlockRunner(Checkpoint(source), family)
     _, part = runner.load(1, runner.arguments(24)[1])
     hidden = Activations(runner.device, "host", tmp_path)
@@ -180,10 +182,11 @@ def test_a_quarter_of_its_inputs_is_enough(
     monkeypatch.setattr(BlockPart, "route", lambda *_: routed)
     work = ExpertRounding(part, hidden, Activations(runner.device, "host", tmp_path, "experts"), GptqMethod())
     found, notes = work._statistics(part.routed_stages[0].by_expert[3], 3)
-    assert found.tokens == (reached if reached == 16 else 48)
+    assert found.tokens == (reached if reached == 16 else reached + 48)
     assert notes == {"expert_tokens": reached} | ({} if reached == 16 else {"pooled_tokens": 48})
-    rows = routed.inputs[-found.tokens :]
-    torch.testing.assert_close(found.hessian, rows.T @ rows, rtol=1e-4, atol=1e-4)
+    rows, pool = routed.inputs[48 - reached :], routed.inputs
+    others = pool.T @ pool + torch.eye(64) * pool.square().sum(0).mean()
+    torch.testing.assert_close(found.hessian, rows.T @ rows + 64 / 48 * others, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
