@@ -57,7 +57,7 @@ class _Rounded(Checkpoint):
     ) -> None:
         self.folder = whole.folder
         self.config = whole.config
-        self.tensors = whole.tensors
+        self.tensors, self.gguf = whole.tensors, whole.gguf
         self._whole, self._round = whole, round_weight
         self.__dict__["formats"] = dict(formats)  # instead of those that the files are in
 

@@ -156,14 +156,19 @@ def test_memory_of_this_machine() -> None:
 
 def test_weights_of_a_plain_checkpoint(tiny_model: Path) -> None:
     checkpoint = Checkpoint(tiny_model)
-    numbers = sum(tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values())
-    assert weight_bytes(checkpoint, torch.bfloat16) == 2 * numbers
-    assert weight_bytes(checkpoint, torch.float32) == 4 * numbers
+    tensors = load_file(tiny_model / "model.safetensors")
+    assert weight_bytes(checkpoint, torch.bfloat16) == 2 * sum(tensor.numel() for tensor in tensors.values())
+    assert weight_bytes(checkpoint, torch.float32) == bytes_beside_float32(tensors)
+
+
+def bytes_beside_float32(tensors: dict[str, torch.Tensor]) -> int:
+    """On a CPU, whose kernels take matrices of 16 bits as they are; vectors become float32."""
+    return sum(tensor.nbytes if tensor.ndim == 2 else 4 * tensor.numel() for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("recipe", ["rtn-w4g128", "nf4", "fp8"])
 def test_weights_of_a_quantized_checkpoint(tiny_model: Path, tmp_path: Path, recipe: str) -> None:
-    """Quantized layers as they are stored; embeddings, norms and the head in the dtype of the activations."""
+    """Quantized layers as they are stored, embeddings and head in 16 bits, norms in the dtype of the activations."""
     quantkit.quantize(tiny_model, recipe, tmp_path / "q")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     plain = {name: t for name, t in tensors.items() if "_proj" not in name}
@@ -171,5 +176,5 @@ def test_weights_of_a_quantized_checkpoint(tiny_model: Path, tmp_path: Path, rec
     numbers = sum(t.numel() for t in plain.values())
     checkpoint = Checkpoint(tmp_path / "q")
     assert weight_bytes(checkpoint, torch.bfloat16) == stored + 2 * numbers
-    assert weight_bytes(checkpoint, torch.float32) == stored + 4 * numbers
+    assert weight_bytes(checkpoint, torch.float32) == stored + bytes_beside_float32(plain)
     assert weight_bytes(checkpoint, torch.bfloat16) < weight_bytes(Checkpoint(tiny_model), torch.bfloat16)

@@ -119,7 +119,7 @@ def test_wrong_files_are_refused_in_one_line(config: Callable[[str], Path], text
         ),
         (
             ("a=demo", "b=demo-draft", "--kv-tokens", "900000000"),
-            ("the models do not fit together on cpu: a ", "weights 60.84 MB", ", b ", "may be used", "--kv-tokens"),
+            ("the models do not fit together on cpu: a ", "weights 30.43 MB", ", b ", "may be used", "--kv-tokens"),
         ),
     ],
 )
