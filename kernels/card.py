@@ -51,6 +51,11 @@ class Card:
         return self.capability[0] in (9, 10)
 
     @property
+    def has_tensor_memory(self) -> bool:
+        """A memory of its own for the sums of products."""
+        return self.capability[0] == 10
+
+    @property
     def chains_launches(self) -> bool:
         return self.capability >= (9, 0)
 

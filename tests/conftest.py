@@ -115,12 +115,12 @@ def _quantized_once(
     shared.mkdir(exist_ok=True)
 
     def make(recipe: str, *changes: str) -> tuple[Path, QuantizeReport]:
-        folder = shared / "-".join((recipe, *changes))
+        loaded = load_recipe(recipe, changes)
+        folder = shared / f"{'-'.join((recipe, *changes))}{'.gguf' if loaded.writes_gguf else ''}"
         report = folder.with_name(f"{folder.name}.report")
         with (shared / f"{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not report.exists():
-                loaded = load_recipe(recipe, changes)
                 few = Calibration(samples=2, seq_len=64)  # LLM.int8 looks at data too, for its log
                 made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
                 report.write_text(json.dumps(asdict(made)))

@@ -12,6 +12,7 @@ from quantkit.eval.quality.measure import QualityResult, measure_quality
 from quantkit.eval.quality.predictors import RuntimePredictor, load_predictor
 from quantkit.eval.quality.windows import Windows
 from quantkit.recipe import Recipe, list_recipes
+from quantkit.sources import model_folder
 
 WINDOW = 48
 # Where activations are rounded, a last bit more or less can turn a rounding around, and what follows then differs by
@@ -59,7 +60,7 @@ def test_every_recipe_measures_the_same(
 ) -> None:
     """A recipe that needs data takes a small trained model with its tokenizer."""
     folder = (quantized_draft if recipe.needs_data else quantized_tiny)(recipe.name)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(model_folder(folder))
     rounding = [KL_LIMIT[fmt.name] for fmt in checkpoint.formats.values() if fmt.input_rounding]
     found, wanted = both(folder, windows_of(500))
     assert_agree(found, wanted, max(rounding, default=1e-6))

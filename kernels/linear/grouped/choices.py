@@ -59,6 +59,13 @@ _EIGHT_BIT = {
 _PROMPTS = Way(128, TileConfig(128, 8, 3, depth=64, streamed=False), TileConfig(128, 8, 3, depth=64, streamed=False))
 # Where a warp holds its operands itself, and for little shared memory.
 _SMALL_PROMPTS = Way(64, TileConfig(64, 8, 2, depth=64, streamed=False), TileConfig(64, 4, 3, depth=64, streamed=False))
+# Where sums lie in tensor memory: they leave it through registers, so that these need more warps or fewer outputs.
+_FROM_TENSOR_MEMORY = {
+    _HALF[22]: replace(_HALF[22], gate_up=TileConfig(64, 8, 3)),
+    _PROMPTS: replace(_PROMPTS, gate_up=TileConfig(64, 8, 3, depth=64, streamed=False)),
+}
+# For a scale of every 16 inputs (NVFP4), where a warp holds its operands itself.
+_OF_FINE_SCALES = {_PACKED[22]: replace(_PACKED[22], gate_up=TileConfig(64, 4, 2))}
 
 _EIGHT_BIT_PROMPTS = Way(128, TileConfig(64, 8, 3, streamed=False), TileConfig(128, 8, 3, streamed=False))
 _SMALL_EIGHT_BIT_PROMPTS = Way(64, TileConfig(64, 8, 2, streamed=False), TileConfig(64, 8, 2, streamed=False))
@@ -96,15 +103,24 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card, 
         large = card is NO_GPU or card.multiplies_from_shared
         if eight_bit:
             return _EIGHT_BIT_PROMPTS if large else _SMALL_EIGHT_BIT_PROMPTS
-        return replace(_PROMPTS if large else _SMALL_PROMPTS, decoded=packed)
+        return replace(_suited(_PROMPTS if large else _SMALL_PROMPTS, gate_up, card), decoded=packed)
     if packed and card is not NO_GPU and not card.multiplies_from_shared:
         most = min(most, _LARGEST_IN_REGISTERS)
-    way = table[most]
+    way = _suited(table[most], gate_up, card)
     return replace(
         way,
         gate_up=_fitted(way.gate_up, gate_up, pairs, way.tile, down.count, card),
         down=_fitted(way.down, down, pairs, way.tile, down.count, card),
     )
+
+
+def _suited(way: Way, gate_up: GroupedWeight, card: Card) -> Way:
+    """What does not spill on this card."""
+    if card.has_tensor_memory:
+        return _FROM_TENSOR_MEMORY.get(way, way)
+    if isinstance(gate_up, GroupedPacked) and gate_up.first.group < 32 and not card.multiplies_from_shared:
+        return _OF_FINE_SCALES.get(way, way)
+    return way
 
 
 def _fitted(config: TileConfig, weight: GroupedWeight, pairs: int, tile: int, experts: int, card: Card) -> TileConfig:

@@ -3,7 +3,8 @@ registers. JSON on stdout, with `--table` a table for readers on stderr.
 
 `--part K/N` takes every N-th pair of a case and a card, so that few pairs still see every card. `--list` compiles
 nothing: which kernels are launched, and whether their grids exist. `--cover` takes few pairs that have every
-kernel. A second run is quick: Triton keeps what it compiled (`recorder.py`).
+kernel; `--turns` leaves what only the tuner tries to one card, and float16 to every third. A second run is quick:
+Triton keeps what it compiled (`recorder.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--cover", action="store_true", help="few pairs that have every kernel, for all cards in turn")
+    parser.add_argument("--turns", action="store_true", help="cards take turns with float16 and the tuner's tries")
     parser.add_argument("--list", action="store_true", help="launches and their grids, nothing compiled")
     parser.add_argument("--table", action="store_true", help="what was found as a table, on stderr")
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
-    selection = Selection(tuple(given.cards.split(",")), given.only, part, parts, given.cover, not given.list)
+    cards = tuple(given.cards.split(","))
+    selection = Selection(cards, given.only, part, parts, given.cover, given.turns, not given.list)
     began, report = time.perf_counter(), Report(given.processes)
     for number, result in enumerate(results(selection, given.processes), start=1):
         report.add(result)

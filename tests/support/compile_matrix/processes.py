@@ -27,11 +27,12 @@ class Selection:
     part: int = 1
     parts: int = 1
     cover: bool = False
+    turns: bool = False
     compiles: bool = True
 
     def pairs(self) -> list[Pair]:
         cards = [CARDS[name] for name in self.cards]
-        chosen = [pair for pair in all_pairs(cards) if self.only in pair.case.name]
+        chosen = [pair for pair in all_pairs(cards, turns=self.turns) if self.only in pair.case.name]
         return (covering(chosen) if self.cover else chosen)[self.part - 1 :: self.parts]
 
 
