@@ -139,8 +139,8 @@ class PackedWeight:
 
     @property
     def relatives(self) -> tuple[str, ...]:
-        """None of FP4 with a scale for 16 or 32 inputs, and none of integers with one for 16 (GGUF): what was measured for
-        fewer scales spills there."""
+        """None of FP4 with a scale for 16 or 32 inputs, and none of integers with one for 16 (GGUF): what was measured
+        for fewer scales spills there."""
         return (_RELATIVES[self.code_type],) if self.code_type in _RELATIVES and self.group > 16 else ()
 
     @property

@@ -48,8 +48,8 @@ class Result:
 def all_pairs(cards: list[Card], *, turns: bool = False) -> Iterator[Pair]:
     """What is slow, or what only the tuner tries, is compiled for bfloat16 alone; the latter not at all for AMD.
 
-    `turns`: what the tuner tries for one card of them, and float16 for every third, by the name of the case; bfloat16 of
-    all that is chosen without the tuner for every card.
+    `turns`: what the tuner tries for one card of them, and float16 for every third, by the name of the case; bfloat16
+    of all that is chosen without the tuner for every card.
     """
     for place, card in enumerate(cards):
         with pretend(card):
