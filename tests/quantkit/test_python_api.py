@@ -30,7 +30,7 @@ def test_evaluate_measures_what_the_command_prints(run_cli: Callable[..., tuple[
 
 
 def test_wrong_arguments_of_evaluate() -> None:
-    with pytest.raises(StorageError, match="no text 'nowhere.txt'"):
+    with pytest.raises(StorageError, match="no text 'nowhere"):
         quantkit.evaluate("demo-draft", text="nowhere.txt")
     with pytest.raises(InputError, match="backend"):
         quantkit.evaluate("demo-draft", device="cpu", backend="vllm")
