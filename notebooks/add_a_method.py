@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Add your own method
 #
-# A method decides which codes stand for a weight. It sees the weight of one or several linear layers that share an input,
-# a format, and statistics of that input; files, models and calibration are not its business. This notebook writes a small
-# one, tries it on a single matrix, and then runs it on a whole model beside plain rounding and GPTQ.
+# A method decides which codes stand for a weight. It sees the weight of one or several linear layers that share an
+# input, a format, and statistics of that input; files, models and calibration are not its business. This notebook
+# writes a small one, tries it on a single matrix, and then runs it on a whole model beside plain rounding and GPTQ.
 
 # %%
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ from quantkit.methods.statistics import InputStatistics
 # %% [markdown]
 # ## The idea
 #
-# Plain rounding stretches each group's grid to its largest weight. A smaller range cuts that weight off and has finer steps
-# for all others. Which one is better depends on the inputs: an error counts by how large the input is that it meets. So:
-# try several ranges for each group of weights, and keep the one with the least error, each column weighted by the mean
-# square of its input, which is the diagonal of H = sum of x xᵀ.
+# Plain rounding stretches each group's grid to its largest weight. A smaller range cuts that weight off and has finer
+# steps for all others. Which one is better depends on the inputs: an error counts by how large the input is that it
+# meets. So: try several ranges for each group of weights, and keep the one with the least error, each column weighted
+# by the mean square of its input, which is the diagonal of H = sum of x xᵀ.
 #
 # A method is a frozen dataclass. Its fields are the options that a recipe may give.
 
@@ -76,8 +76,8 @@ def _by_group(weight, group):
 # %% [markdown]
 # ## On one matrix
 #
-# Inputs of language models are unequal: a few columns are much larger than the others. The error that counts is that of
-# the outputs.
+# Inputs of language models are unequal: a few columns are much larger than the others. The error that counts is that
+# of the outputs.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -118,5 +118,5 @@ for name, method in methods.items():
 assert kl["clipped"].value < kl["plain"].value
 
 # %% [markdown]
-# To share a method, put the class in a package and name it under the entry point `quantkit.methods`; recipes then find it by
-# its name, on the command line too. `quantkit/methods/` has the methods that ship, one file each.
+# To share a method, put the class in a package and name it under the entry point `quantkit.methods`; recipes then
+# find it by its name, on the command line too. `quantkit/methods/` has the methods that ship, one file each.

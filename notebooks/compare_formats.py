@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Compare formats
 #
-# How much smaller does a model get, and what does it lose? This notebook quantizes one model in several formats, measures
-# each on held-out text, and draws the trade. It runs in about a minute without a GPU, because `demo-draft` has only
-# 1.8 million parameters. Put a folder or a hub name in its place for a model that you know.
+# How much smaller does a model get, and what does it lose? This notebook quantizes one model in several formats,
+# measures each on held-out text, and draws the trade. It runs in about a minute without a GPU, because `demo-draft`
+# has only 1.8 million parameters. Put a folder or a hub name in its place for a model that you know.
 
 # %%
 from pathlib import Path
@@ -30,8 +30,9 @@ folder = Path(mkdtemp(prefix="formats-"))
 # %% [markdown]
 # ## Quantize
 #
-# All methods that look at data see the same tokens, so that nothing but the method differs. `quantize` reads every tensor
-# back from disk before the folder gets its name. It would also measure the result; here the next cell does that.
+# All methods that look at data see the same tokens, so that nothing but the method differs. `quantize` reads every
+# tensor back from disk before the folder gets its name. It would also measure the result; here the next cell does
+# that.
 
 # %%
 calibration = quantkit.Calibration(samples=16, seq_len=256)
@@ -45,8 +46,8 @@ for recipe, report in reports.items():
 # %% [markdown]
 # ## Measure
 #
-# KL divergence says how far the predictions moved from those of the original. It needs fewer tokens for a clear answer than
-# perplexity, which can even fall by luck. Both come with 95 % intervals.
+# KL divergence says how far the predictions moved from those of the original. It needs fewer tokens for a clear
+# answer than perplexity, which can even fall by luck. Both come with 95 % intervals.
 
 # %%
 results = {
