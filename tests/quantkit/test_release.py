@@ -37,6 +37,7 @@ def test_a_wheel_holds_the_package() -> None:
 import setuptools
 project = setuptools.Distribution()
 project.parse_config_files()
+project.script_name, project.include_package_data = "setup.py", False  # only what pyproject.toml lists; writes nothing
 build = project.get_command_obj("build_py")
 build.ensure_finalized()
 print(*(file for _, _, file in build.find_all_modules()), sep="\\n")
