@@ -16,6 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"calibration", "eval", "pipeline", "reference", "runtime"},
     "__main__": {"cli"},
     "errors": set(),
+    "extras": {"errors"},
     "progress": set(),
     "wording": set(),
     "host_memory": set(),
@@ -86,7 +87,7 @@ ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection",
 ALLOWED["deploy"] = {"checkpoint", "errors", "runtime", "sources", "strict_yaml", "wording"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}
 ALLOWED["recipes"] = set()
-EVERYWHERE = {"defaults", "errors", "progress"}
+EVERYWHERE = {"defaults", "errors", "extras", "progress"}
 
 # These run on a bare GPU image.
 BARE = {"torch", "triton", "safetensors", "transformers", *sys.stdlib_module_names}
