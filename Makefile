@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Which of the four parts of the long tests: 1 to 4, or all (docs/testing.md).
+# Which of the four parts of the long tests: 1 to 4, or all (docs/contributing/testing.md).
 PART ?= all
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 

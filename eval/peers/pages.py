@@ -1,4 +1,4 @@
-"""Where the tables stand: all rows in docs/quantization.md, those that a newcomer asks for in README.md."""
+"""Where the tables stand: all rows in docs/explanations/quantization.md, a summary in README.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantkit.eval.peers.table import markdown, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "eval/results/compare/smollm2-135m/report.json"  # the one that README.md links
-_PAGE = "docs/quantization.md"
+_PAGE = "docs/explanations/quantization.md"
 
 
 def tables(rows: Sequence[Row]) -> dict[tuple[str, str], str]:

@@ -86,7 +86,8 @@ def kernels(
     quantkit bench kernels --format w4 --shape qwen2.5-7b --tune
 
     Every result is compared with float64 first; one that is wrong gets no time, and the exit code is 1. The limit is
-    memory bandwidth or matrix rate, whichever binds, measured in the same run. docs/bench.md has the protocol.
+    memory bandwidth or matrix rate, whichever binds, measured in the same run. Protocol:
+    docs/performance/bench.md.
     """
     from quantkit.devices import resolve_device
     from quantkit.eval.kernels.cases import make_cases
@@ -195,7 +196,8 @@ def engine(
     quantkit bench engine --format w4 --speculative draft=shape:llama-3.2-1b:w4,k=4
     quantkit bench engine --format w4 --no-tables
 
-    All requests arrive at once, greedy, the end token ignored. docs/bench.md has the protocol.
+    All requests arrive at once, greedy, the end token ignored. Protocol:
+    docs/performance/bench.md.
     """
     from quantkit.cli.bench_engine import check_shape_name, measure_engines, print_rows, where_rows_go
 

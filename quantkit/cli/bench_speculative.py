@@ -82,7 +82,8 @@ def speculative_command(
     With --speculative, prompts and guesses are real. With --draft, each guess is right by a coin: that shows what
     speculation brings at each acceptance, beside the formula (1 - a^(k+1)) / ((1 - a)(k c + 1)), where c is the time
     of a step of the draft over one of the model, both measured. Prompts, loading and a first turn are not in the
-    times; plain and speculative runs take turns, and the median of the rounds counts. docs/bench.md has the protocol.
+    times; plain and speculative runs take turns, and the median of the rounds counts. Protocol:
+    docs/performance/bench.md.
     """
     from quantkit.eval.engine.csv_file import results_path
     from quantkit.eval.speculative.results import COLUMNS, FILE

@@ -53,7 +53,7 @@ def step_command(
 
     Steps run under torch's profiler, and every microsecond is counted once: for a kernel, for a gap between kernels, or
     for the time between steps, in which the device waits for the host. The limit is reading weights and contexts once,
-    at the bandwidth measured in the same run. docs/bench.md has the protocol.
+    at the bandwidth measured in the same run. Protocol: docs/performance/bench.md.
     """
     from quantkit.eval.engine.csv_file import results_path
     from quantkit.eval.engine.step_results import COLUMNS, FILE

@@ -13,7 +13,13 @@ from quantkit.eval.peers.rows import RESULTS, newest, read
 
 ROWS = newest(read(ROOT / RESULTS))
 TABLES = tables(ROWS)
-SPEEDS = ("docs/performance.md", "docs/kernels.md", "docs/bench.md")  # of kernels: eval/results/kernels.csv
+# Of kernels: eval/results/kernels.csv.
+SPEEDS = (
+    "docs/performance/index.md",
+    "docs/performance/notebook.md",
+    "docs/performance/bench.md",
+    "docs/explanations/kernels.md",
+)
 OTHERS = [name for name, tool in TOOLS.items() if tool.script]
 _MEASURED = re.compile(r"\d+\.\d+")
 _VERSION = re.compile(rf"({'|'.join(map(re.escape, OTHERS))}) \d+(\.\d+)+")
@@ -34,7 +40,7 @@ def test_what_the_base_is_stands_before_its_first_table() -> None:
     """A decoded 4-bit file is no original."""
     (origin,) = {row.origin for row in ROWS if row.model == "smollm2"}
     assert "decoded from the GGUF file" in origin
-    for page, mark in (("README.md", "peers"), ("docs/quantization.md", "peers, smollm2")):
+    for page, mark in (("README.md", "peers"), ("docs/explanations/quantization.md", "peers, smollm2")):
         above = " ".join(PAGES[page].partition(BEGIN.format(name=mark))[0].split()[-150:])
         assert "decoded from" in above, page
         assert "Q4_1" in above, page

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _READ = (
     *(ROOT / name for name in ("README.md", "runtime/README.md", "kernels/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 )
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in _READ}
 LEFT_OUT = "..."  # a line that stands for output not shown
