@@ -1,8 +1,9 @@
 """What `mkdocs build` does beyond Markdown: reference pages from the program itself, and files that lie outside docs/.
 
-Pages are written so that a plain Git host shows them too. There `docs/reference/command-line.md` is a page with a
-remark where the commands will stand, and links such as `../../eval/results/...` lead into the repository; here the
-remark is replaced, and files that are linked become part of the site.
+Pages are written so that a plain Git host shows them too. There `docs/reference/command-line.md` has a sentence between
+two remarks where the commands will stand, and links such as `../../eval/results/...` lead into the repository. Here
+what is between such remarks is replaced, and files that are linked become part of the site. A page of the repository
+that is linked is named only.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from command_pages import command_reference, recipe_table  # noqa: E402
 
-GENERATED = {"<!-- commands -->": command_reference, "<!-- recipes -->": recipe_table}
+WRITTEN = {"commands": command_reference, "recipes": recipe_table, "only here": lambda: ""}
 OUTSIDE = "repository"  # where files from outside docs/ stand in the site
-_LINK = re.compile(r"(?P<before>\]\()(?P<target>(?:\.\./)+[\w./-]+)(?P<after>[)#])")
+_REGION = re.compile(rf"<!-- (?P<name>{'|'.join(WRITTEN)}) -->.*?<!-- end -->", re.DOTALL)
+_LINK = re.compile(r"\[(?P<words>[^\]]*)\]\((?P<target>(?:\.\./)+[\w./-]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -31,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
         outside
         for file in list(files.documentation_pages())
         for link in _LINK.finditer(file.content_string)
-        if (outside := outside_target(file.src_uri, link["target"])) is not None
+        if (outside := outside_target(file.src_uri, link["target"])) and not outside.endswith(".md")
     }
     for name in sorted(linked):
         source = str(ROOT / name)
@@ -40,17 +42,17 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    for remark, write in GENERATED.items():
-        if remark in markdown:
-            markdown = markdown.replace(remark, write())
+    markdown = _REGION.sub(lambda region: WRITTEN[region["name"]](), markdown)
     here = page.file.src_uri
 
     def moved(link: re.Match[str]) -> str:
         outside = outside_target(here, link["target"])
         if outside is None:
             return link[0]
+        if outside.endswith(".md"):
+            return link["words"]
         there = os.path.relpath(f"{OUTSIDE}/{outside}", Path(here).parent)
-        return f"{link['before']}{there}{link['after']}"
+        return f"[{link['words']}]({there})"
 
     return _LINK.sub(moved, markdown)
 
@@ -58,6 +60,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def outside_target(page: str, target: str) -> str | None:
     """A file of the repository that is not below docs/, by its path there; None for all others."""
     whole = Path(os.path.normpath(ROOT / "docs" / Path(page).parent / target))
-    if whole.is_relative_to(ROOT / "docs") or not whole.is_file() or whole.suffix == ".md":
+    if whole.is_relative_to(ROOT / "docs") or not whole.is_file():
         return None
     return whole.relative_to(ROOT).as_posix()

@@ -158,11 +158,11 @@ def _numbers(text: str) -> list[int]:
         raise InputError(f"--m is '{text}', but must be whole numbers such as 1,16,256") from None
 
 
-@command.command("engine", short_help="Time whole answers of the engine, many requests at once.")
+@command.command("engine", short_help="Time whole answers of the engine, many requests together.")
 @click.argument("model", required=False)
 @click.option("--shape", metavar="S", help=f"A model's shape with random weights; default: {DEFAULT_SHAPE}.")
 @click.option("--format", "formats", multiple=True, metavar="F", help=_SHAPE_FORMATS)
-@click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Requests at once.")
+@click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Concurrent requests.")
 @click.option("--prompt-len", type=click.IntRange(min=1), help="Default: 128, for 256 requests and more 512.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts' random tokens.")

@@ -44,7 +44,7 @@ Number = TypeVar("Number", int, float)
 @click.option("--text", metavar="FILE", help="To cut prompts from; default: heldout, the text that ships.")
 @click.option("--temperature", type=float, metavar="T", help="Of answers to the text; default: 0, greedy.")
 @click.option("--prompts", type=click.IntRange(min=1), metavar="N", help=f"From the text; default: {_PROMPTS}.")
-@click.option("--batch", default="1", show_default=True, metavar="N", help="Requests at once.")
+@click.option("--batch", default="1", show_default=True, metavar="N", help="Concurrent requests.")
 @click.option("--prompt-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
 @click.option(

@@ -43,7 +43,7 @@ NOT_RUN = [  # all blocks that nobody runs
 LESS = {  # options that win over those of the page, so that its commands take seconds
     "quantize": "--samples 4 --seq-len 64 --quality-windows 1",
     "eval": "--max-windows 1 --window 128",
-    "eval --behaviour": "--behaviour-tokens 4",
+    "eval --behaviour": "--behaviour-tokens 24",
 }
 _PATIENCE = 120  # seconds for a server to start on a busy machine
 

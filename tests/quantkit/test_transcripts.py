@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from guide_blocks import FOLDERS
 from pages import PAGES, ROOT, Transcript, not_printed, quantkit_arguments, transcripts
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -42,7 +43,7 @@ ELSEWHERE = {  # with what the test must prepare for them
         "tests/runtime/server/test_docs_several_models.py::test_the_transcript_is_what_the_server_prints",
 }  # fmt: skip
 NOT_RUN = {
-    ("README.md", "make demo"):
+    ("docs/reference/compare.md", "make demo"):
         "four minutes, and speeds of one machine; tests/long/test_demo.py runs it on less text, its sizes are below",
     ("docs/reference/import.md", "quantkit import SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2"): _FILE,
     ("docs/reference/import.md", f"quantkit generate smollm2 {_QUESTION} --chat --max-tokens 80"): _FILE,
@@ -55,6 +56,7 @@ NOT_RUN = {
 }  # fmt: skip
 ALL = {transcript.name: transcript for transcript in transcripts()}
 PLANS = {name for name in ALL if name[1].startswith("quantkit plan ")}
+GUIDES = {name for name in ALL if name[0].startswith(FOLDERS)}  # tests/quantkit/test_docs_guides.py runs them all
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +110,8 @@ def assert_close(shown: str, printed: str) -> None:
 
 def test_sizes_of_the_demo_are_those_of_the_plan(run_cli: Cli) -> None:
     """Of the transcript that takes minutes, what arithmetic knows: bytes, and bits per weight."""
-    shown = re.findall(r"^│ ([\w-]+) +│ +([\d.]+) MB │ +([\d.]+) │", ALL["README.md", "make demo"].shown, re.MULTILINE)
+    demo = ALL["docs/reference/compare.md", "make demo"].shown
+    shown = re.findall(r"^│ ([\w-]+) +│ +([\d.]+) MB │ +([\d.]+) │", demo, re.MULTILINE)
     recipes = ",".join(name for name, *_ in shown if name != "bfloat16")
     code, out, _ = run_cli("plan", "demo", "--gpu", "h200", "-r", recipes, "--json")
     assert code == 0
@@ -120,7 +123,7 @@ def test_sizes_of_the_demo_are_those_of_the_plan(run_cli: Cli) -> None:
 
 def test_every_transcript_is_in_one_group() -> None:
     """A new one must be entered; one that is gone must go here too."""
-    groups = [PLANS, MEASURED, set(ELSEWHERE), set(NOT_RUN)]
+    groups = [PLANS, GUIDES, MEASURED, set(ELSEWHERE), set(NOT_RUN)]
     assert set().union(*groups) == set(ALL)
     assert sum(map(len, groups)) == len(ALL) == len(transcripts())
     assert LONG <= PLANS

@@ -80,11 +80,11 @@ def not_printed(shown: str, printed: str) -> str | None:
 
 
 def _blocks() -> Iterator[tuple[str, str]]:
-    """Of a terminal: those of another language hold files."""
+    """Of a terminal: those of another language hold files. A line that goes on is one line."""
     for page, text in PAGES.items():
         for block in _BLOCK.finditer(text):
-            if block["language"] in ("", "console"):
-                yield page, block["lines"]
+            if block["language"] in ("", "bash", "console"):
+                yield page, block["lines"].replace("\\\n", " ")
 
 
 def _commands_of(lines: str) -> Iterator[tuple[str, str]]:
