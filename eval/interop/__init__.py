@@ -1,4 +1,6 @@
-"""Our checkpoints in other engines: do they load, and do they compute what the checkpoint means? (docs/interop.md)
+"""Our checkpoints in other engines: do they load, and do they compute what the checkpoint means?
+
+The runs are in docs/reference/interop.md.
 
 checkpoints   what is tried: every recipe, and what `quantkit convert` makes of them
 adapters      one interface for engines; transformers is here, vLLM in eval/peers/vllm_load.py

@@ -45,7 +45,7 @@ def run(engine: str, given: argparse.Namespace, command: Sequence[str], say: Say
         make(given.make, given.folder, wanted, device, say)
     adapter = find_adapter(engine, device)
     if not version_of(adapter.distribution):
-        raise InputError(f"{adapter.engine} is not installed here; docs/interop.md says how")
+        raise InputError(f"{adapter.engine} is not installed here; docs/reference/interop.md says how")
     setting = Setting(engine, device, given.windows, given.window, given.limit)
     model = model_name(_folder(given.folder, AS_IT_IS).resolve())
     layouts = {tried.name: layout_of(layers_of(Checkpoint(_folder(given.folder, tried.name)))) for tried in wanted}

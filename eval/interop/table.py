@@ -9,7 +9,7 @@ from quantkit.errors import StorageError
 from quantkit.eval.interop import rows
 from quantkit.eval.interop.checkpoints import all_tried
 
-PAGE = Path("docs") / "interop.md"
+PAGE = Path("docs") / "reference" / "interop.md"
 ENGINES = ("transformers", "vLLM", "SGLang", "llama.cpp")
 BEGIN, END = "<!-- {name}: written by a command, see above -->", "<!-- end of {name} -->"
 Row = dict[str, str]

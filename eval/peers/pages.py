@@ -1,4 +1,4 @@
-"""Where the tables stand: all rows in docs/quantization.md, those that a newcomer asks for in README.md."""
+"""Where the tables stand: docs/explanations/quantization.md has a summary, and all rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quantkit.eval.peers.rows import Row
 from quantkit.eval.peers.table import markdown, summary
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = ROOT / "eval/results/compare/smollm2-135m/report.json"  # the one that README.md links
-_PAGE = "docs/quantization.md"
+REPORT = ROOT / "eval/results/compare/smollm2-135m/report.json"  # the one that the page links
+_PAGE = "docs/explanations/quantization.md"
 
 
 def tables(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
     """By page and mark; a model without rows has no table."""
     found = {(_PAGE, f"peers, {model}"): markdown(rows, model) for model in ("smollm2", "demo")}
-    found["README.md", "peers"] = summary(rows, "smollm2", REPORT)
+    found[_PAGE, "peers"] = summary(rows, "smollm2", REPORT)
     return {place: table for place, table in found.items() if table.count("\n") > 1}
 
 

@@ -10,7 +10,14 @@ from quantkit.eval.interop.table import markdown_table
 from quantkit.eval.peers.jobs import Job
 from quantkit.eval.peers.rows import Row
 
-_TITLES = ("bits", "method", "tool", "bits a weight", "default text: perplexity / KL / same first choice", "in-domain")
+_TITLES = (
+    "bits",
+    "method",
+    "tool",
+    "bits per weight",
+    "default text: perplexity / KL / same first choice",
+    "in-domain",
+)
 _SHORT = ("bits", "method", "tool", "default text", "in-domain", "in the report")
 Line = dict[str, Row]  # by calibration
 

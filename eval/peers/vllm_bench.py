@@ -177,7 +177,9 @@ def side_by_side(given: argparse.Namespace, command: Sequence[str]) -> list[str]
         raise InputError(f"unknown engine '{unknown.pop()}'; choose from {', '.join(ENGINES)}")
     for engine in engines:
         if not engine_version(engine):
-            raise InputError(f"{engine} is not installed here; docs/interop.md says how, or leave it out of --engines")
+            raise InputError(
+                f"{engine} is not installed here; docs/reference/interop.md says how, or leave it out of --engines"
+            )
     loads = parse_loads(given.loads) if given.loads else LOADS
     with on_device(device):
         folders = make_folders(given.shape, given.folder, formats, device=device, blocks=given.blocks)

@@ -4,7 +4,7 @@
     python -m quantkit.eval.peers.vllm_load checkpoints --only gptq-w4g128,fp8 --again
 
 The first command makes what is missing in the folder and runs all of it; given again, it goes on where it was. Rows go
-to eval/results/interop.csv, what vLLM prints to FOLDER/vLLM.log. docs/interop.md says how to install vLLM.
+to eval/results/interop.csv, what vLLM prints to FOLDER/vLLM.log. docs/reference/interop.md says how to install vLLM.
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ def find_card(name: str) -> Card:
         return TOO_OLD[_plain(name)]
     gpu = find_gpu(name)
     if gpu.capability is None:
-        raise InputError(f"the {gpu.title} has no kernels: quantkit's are compiled for NVIDIA only; see docs/amd.md")
+        raise InputError(
+            f"the {gpu.title} has no kernels: quantkit's are compiled for NVIDIA only; see docs/reference/amd.md"
+        )
     return absent_card(gpu.reported[0], gpu.capability, gpu.processors, gpu.bandwidth)
 
 

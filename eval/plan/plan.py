@@ -190,4 +190,4 @@ def _warnings(model: PlannedModel, question: Question, gpu: Gpu, formats: Sequen
     if gpu.fp8 is None and any(found.weights.arithmetic == "fp8" for found in formats):
         yield f"{gpu.title} has no FP8 units: fp8 recipes save memory there, and compute in 16 bit"
     if any(found.fit.requests > SEQUENCES for found in formats):
-        yield f"the engine runs {SEQUENCES} requests at once unless --max-sequences says another number"
+        yield f"the engine runs {SEQUENCES} concurrent requests unless --max-sequences says another number"

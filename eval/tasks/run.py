@@ -114,7 +114,7 @@ def _reference_model(model: str | Path, device: str, dtype: str | None) -> Any:
         tokenizer=load_tokenizer(model),
         batch_size=1 if device == "cpu" else _GPU_BATCH,
         max_length=loaded.config.max_position_embeddings - 1,  # the engine counts the predicted token too
-        logits_cache=False,  # lm-eval 0.4.13 scores some items wrongly with it: docs/tasks.md
+        logits_cache=False,  # lm-eval 0.4.13 scores some items wrongly with it: docs/reference/tasks.md
     )
 
 

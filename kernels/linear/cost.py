@@ -11,7 +11,7 @@ a wave takes about as long as the slowest of
 Programs that share a tile meet in the end: a fixed price, one for each of them, and the sums that they leave in memory.
 
 The constants were fitted to 794 timings on an H200: Llama 3.1 8B's layers in W4, NF4, LLM.int8 and bfloat16, 1 to 1,024
-tokens. docs/gpus.md says what the choices cost on these and other layers. Of a card only its bandwidth, its
+tokens. docs/reference/gpus.md says what the choices cost on these and other layers. Of a card only its bandwidth, its
 multiprocessors and their room are asked: other cards were never measured.
 """
 

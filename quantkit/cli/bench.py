@@ -86,7 +86,8 @@ def kernels(
     quantkit bench kernels --format w4 --shape qwen2.5-7b --tune
 
     Every result is compared with float64 first; one that is wrong gets no time, and the exit code is 1. The limit is
-    memory bandwidth or matrix rate, whichever binds, measured in the same run. docs/bench.md has the protocol.
+    memory bandwidth or matrix rate, whichever binds, measured in the same run. Protocol:
+    docs/performance/bench.md.
     """
     from quantkit.devices import resolve_device
     from quantkit.eval.kernels.cases import make_cases
@@ -157,11 +158,11 @@ def _numbers(text: str) -> list[int]:
         raise InputError(f"--m is '{text}', but must be whole numbers such as 1,16,256") from None
 
 
-@command.command("engine", short_help="Time whole answers of the engine, many requests at once.")
+@command.command("engine", short_help="Time whole answers of the engine, many requests together.")
 @click.argument("model", required=False)
 @click.option("--shape", metavar="S", help=f"A model's shape with random weights; default: {DEFAULT_SHAPE}.")
 @click.option("--format", "formats", multiple=True, metavar="F", help=_SHAPE_FORMATS)
-@click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Requests at once.")
+@click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Concurrent requests.")
 @click.option("--prompt-len", type=click.IntRange(min=1), help="Default: 128, for 256 requests and more 512.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts' random tokens.")
@@ -195,7 +196,8 @@ def engine(
     quantkit bench engine --format w4 --speculative draft=shape:llama-3.2-1b:w4,k=4
     quantkit bench engine --format w4 --no-tables
 
-    All requests arrive at once, greedy, the end token ignored. docs/bench.md has the protocol.
+    All requests arrive at once, greedy, the end token ignored. Protocol:
+    docs/performance/bench.md.
     """
     from quantkit.cli.bench_engine import check_shape_name, measure_engines, print_rows, where_rows_go
 

@@ -59,7 +59,8 @@ def serve_command(output: Path | None, no_save: bool, plot: Path | None, as_json
     quantkit bench serve --url https://example.com --model NAME --no-ignore-eos --requests 16
     quantkit bench serve --endpoint completions --json --no-save
 
-    Answers are streamed, greedy, and of full length where the server knows ignore_eos. docs/bench.md has the protocol.
+    Answers are streamed, greedy, and of full length where the server knows ignore_eos. Protocol:
+    docs/performance/bench.md.
     """
     from quantkit.eval.serve.bench import run_bench
     from quantkit.eval.serve.plot import check_plot, write_plot

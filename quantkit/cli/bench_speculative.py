@@ -44,7 +44,7 @@ Number = TypeVar("Number", int, float)
 @click.option("--text", metavar="FILE", help="To cut prompts from; default: heldout, the text that ships.")
 @click.option("--temperature", type=float, metavar="T", help="Of answers to the text; default: 0, greedy.")
 @click.option("--prompts", type=click.IntRange(min=1), metavar="N", help=f"From the text; default: {_PROMPTS}.")
-@click.option("--batch", default="1", show_default=True, metavar="N", help="Requests at once.")
+@click.option("--batch", default="1", show_default=True, metavar="N", help="Concurrent requests.")
 @click.option("--prompt-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
 @click.option(
@@ -82,7 +82,8 @@ def speculative_command(
     With --speculative, prompts and guesses are real. With --draft, each guess is right by a coin: that shows what
     speculation brings at each acceptance, beside the formula (1 - a^(k+1)) / ((1 - a)(k c + 1)), where c is the time
     of a step of the draft over one of the model, both measured. Prompts, loading and a first turn are not in the
-    times; plain and speculative runs take turns, and the median of the rounds counts. docs/bench.md has the protocol.
+    times; plain and speculative runs take turns, and the median of the rounds counts. Protocol:
+    docs/performance/bench.md.
     """
     from quantkit.eval.engine.csv_file import results_path
     from quantkit.eval.speculative.results import COLUMNS, FILE

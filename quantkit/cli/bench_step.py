@@ -24,7 +24,7 @@ _COUNT = click.IntRange(min=1)
 @click.argument("model", required=False)
 @click.option("--shape", metavar="S", help=f"A model's shape with random weights; default: {_SHAPE}.")
 @click.option("--format", "format_name", metavar="F", help=f"Of a shape; default: {_FORMAT}.")
-@click.option("--batch", default=1, show_default=True, type=_COUNT, metavar="N", help="Requests at once.")
+@click.option("--batch", default=1, show_default=True, type=_COUNT, metavar="N", help="Concurrent requests.")
 @click.option("--context", default=256, show_default=True, type=_COUNT, metavar="N", help="Tokens of each, about.")
 @click.option("--steps", default=20, show_default=True, type=_COUNT, metavar="N", help="Under the profiler.")
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/step.csv.")
@@ -53,7 +53,7 @@ def step_command(
 
     Steps run under torch's profiler, and every microsecond is counted once: for a kernel, for a gap between kernels, or
     for the time between steps, in which the device waits for the host. The limit is reading weights and contexts once,
-    at the bandwidth measured in the same run. docs/bench.md has the protocol.
+    at the bandwidth measured in the same run. Protocol: docs/performance/bench.md.
     """
     from quantkit.eval.engine.csv_file import results_path
     from quantkit.eval.engine.step_results import COLUMNS, FILE

@@ -35,7 +35,9 @@ _CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 @click.option("--calibration", metavar="SOURCE", help="As --text of `quantkit quantize`, for all recipes alike.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
 @click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens of a calibration sequence.")
-@click.option("--batch", metavar="N,...", help=f"Requests at once; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}.")
+@click.option(
+    "--batch", metavar="N,...", help=f"Concurrent requests; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}."
+)
 @click.option("--new-tokens", type=click.IntRange(min=2), metavar="N", help="Of an answer: 256, on a CPU 32.")
 @click.option("--no-reference", is_flag=True, help="Measure quality on quantkit's runtime only, not on transformers.")
 @device_option

@@ -40,7 +40,7 @@ def command(
     quantkit deploy --status --address auto
     quantkit deploy --stop --address auto
 
-    Needs the extra `ray`: pip install 'quantkit[ray]'. See docs/deploy.md.
+    Needs the extra `ray`: pip install 'quantkit[ray]'. See docs/reference/deploy.md.
     """
     if shows_status and stops:
         raise click.UsageError("--status and --stop exclude each other")
@@ -49,7 +49,7 @@ def command(
         _look_or_stop(address or "auto", stops, as_json)
         return
     if config is None:
-        raise click.UsageError("no CONFIG.yaml; see docs/deploy.md for its keys")
+        raise click.UsageError("no CONFIG.yaml; see docs/reference/deploy.md for its keys")
     from quantkit.deploy.config import read_deploy_config
 
     wanted = read_deploy_config(config)

@@ -80,7 +80,7 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     quantkit eval demo-w4 --base demo --behaviour --behaviour-gate
 
     Protocol: text as it is, no special tokens, windows do not overlap, the first token of a window is not scored.
-    docs/eval.md says which number to look at.
+    docs/reference/eval.md says which number to look at.
     """
     from quantkit.devices import resolve_device
     from quantkit.provenance import provenance_of

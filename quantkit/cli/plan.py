@@ -36,7 +36,7 @@ _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
     "--context", default=4096, show_default=True, metavar="N", help="Tokens of one request, prompt and answer."
 )
 @click.option("--new-tokens", type=int, metavar="N", help=_NEW)
-@click.option("--batch", default="1,8,32,128", show_default=True, metavar="LIST", help="Requests at once.")
+@click.option("--batch", default="1,8,32,128", show_default=True, metavar="LIST", help="Concurrent requests.")
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8"]), help=_KV)
 @click.option("--price-per-hour", type=float, metavar="P", help="Of the GPU, in any currency: adds estimated costs.")
 @click.option("--efficiency", default=1.0, show_default=True, metavar="X", help=_EFFICIENCY)

@@ -115,14 +115,15 @@ def _print_plan(plan: QuantizePlan, as_json: bool) -> None:
 
 def _print_report(report: QuantizeReport) -> None:
     click.echo(
-        f"{report.output}: {report.format}, {len(report.layers)} layers at {report.bits_per_weight:.2f} bits a weight; "
+        f"{report.output}: {report.format}, {len(report.layers)} layers at "
+        f"{report.bits_per_weight:.2f} bits per weight; "
         f"{human_bytes(report.source_bytes)} -> {human_bytes(report.bytes)}, read back and verified"
     )
     if report.quality is not None:
         change = 100 * (report.quality.perplexity / report.quality.base_perplexity - 1)
         click.echo(
             f"held-out perplexity {report.quality.base_perplexity:.3f} -> {report.quality.perplexity:.3f} "
-            f"({change:+.2f} %), KL {report.quality.kl:.4f} nats a token; {report.quality.protocol}"
+            f"({change:+.2f} %), KL {report.quality.kl:.4f} nats per token; {report.quality.protocol}"
         )
     else:
         click.echo("quality was not measured; `quantkit eval` can do it later")

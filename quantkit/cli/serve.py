@@ -69,7 +69,7 @@ def command(models: tuple[str, ...], config: str | None, **flags: Any) -> None:
     quantkit serve --config server.yaml
 
     Flags win over the file, QUANTKIT_API_KEYS (keys, separated by commas) over its api_keys_file. The page at / shows
-    what the server does; /metrics is for Prometheus. See docs/serving.md.
+    what the server does; /metrics is for Prometheus. See docs/reference/serving.md.
     """
     given = {name: list(value) or None if isinstance(value, tuple) else value for name, value in flags.items()}
     served = load_model_settings(models, given, config)

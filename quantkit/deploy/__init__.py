@@ -1,4 +1,4 @@
-"""The engine on a Ray cluster: `quantkit deploy` and `quantkit.deploy.app:build` (see docs/deploy.md).
+"""The engine on a Ray cluster: `quantkit deploy` and `quantkit.deploy.app:build` (see docs/reference/deploy.md).
 
     client -> Ray Serve's proxy -> front (one endpoint, all models) -> replica (our server without a port) -> engine
 

@@ -25,7 +25,7 @@ _SECONDS_AFTER_DRAIN = 5.0  # for the last words of a replica
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """An application for the keys of docs/deploy.md, given as `args` in a file of Ray Serve."""
+    """An application for the keys of docs/reference/deploy.md, given as `args` in a file of Ray Serve."""
     given = {str(key): value for key, value in args.items() if key != "http"}  # Serve's own file has the port
     return build_application(parse_config(given, "args"), gpus=_cluster_gpus())
 

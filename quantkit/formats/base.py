@@ -242,7 +242,7 @@ class Dialect(ABC):
     serve_flags: ClassVar[Mapping[EngineName, str]] = {}  # that an engine's command needs
     cut_elsewhere: ClassVar[bool] = True  # whether vLLM and SGLang divide its layers among GPUs
     lists_gates: ClassVar[bool] = True  # whether routers and gates are named among the layers left as they were
-    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = ()  # as transformers 5.22 was seen to do (docs/interop.md)
+    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = ()  # seen with transformers 5.22 (docs/reference/interop.md)
 
     @abstractmethod
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class BlockSearchMethod(Method):
 
     name: ClassVar[str] = "block-search"
     rounding: str = "gptq"
-    damping: float = 0.1  # of H: with text unlike what is served later, less of it overfits (docs/gguf.md)
+    damping: float = 0.1  # of H: with text unlike what is served later, less of it overfits (docs/reference/gguf.md)
 
     def __post_init__(self) -> None:
         require_one_of("rounding", self.rounding, ("gptq", "nearest"))

@@ -31,7 +31,7 @@ class Sensitivity:
 
     modules: tuple[str, ...]
     probe: IntegerFormat  # the scheme that was measured
-    kl: float  # of it, rounded by the recipe's method, in nats a token
+    kl: float  # of it, rounded by the recipe's method, in nats per token
     errors: Mapping[IntegerFormat, float]  # of rounding to the nearest, by scheme
 
     def divergence(self, fmt: IntegerFormat) -> float:

@@ -132,7 +132,7 @@ class SensitivityPass:
         return _Trial(linears, torch.cat(decoded), Sensitivity(modules, probe, 0.0, errors))
 
     def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
-        """KL(base || stream) of every stream in the order of their branching off, in nats a token."""
+        """KL(base || stream) of every stream in the order of their branching off, in nats per token."""
         base = base.flatten(0, 1)  # [positions, hidden]
         sums = [0.0] * len(self.stages)
         for start in range(0, len(base), POSITIONS):

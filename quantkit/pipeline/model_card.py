@@ -149,7 +149,7 @@ def _introduction(facts: CardFacts) -> str:
     return (
         f"{_code(model_name(facts.model))}, quantized with quantkit by the recipe {_code(recipe.name)}: "
         f"method {_code(recipe.method.name)}{f' ({options})' if options else ''}, format {_code(facts.format)}. "
-        f"The quantized layers take {facts.bits_per_weight:.2f} bits a weight, scales and all; the weights went from "
+        f"The quantized layers take {facts.bits_per_weight:.2f} bits per weight, scales and all; the weights went from "
         f"{human_bytes(facts.source_bytes)} to {human_bytes(facts.bytes)}. `lm_head`, embeddings and norms are not "
         f"quantized.{kept}"
     )
@@ -206,7 +206,7 @@ def _schemes(facts: CardFacts) -> str:
         rows.append((_cell(scheme), len(layers), human_count(weights), f"{bits:.2f}"))
     if facts.kept:
         rows.append(("kept", len(facts.kept), "", ""))
-    return _table(("scheme", "layers", "weights", "bits a weight"), rows)
+    return _table(("scheme", "layers", "weights", "bits per weight"), rows)
 
 
 def _worst(layers: Sequence[Layer]) -> str:

@@ -23,7 +23,7 @@ def check_target(
     if not least <= target <= most:
         raise InputError(
             f"target_bits is {target:g}, but the layers of this model take {math.ceil(100 * least) / 100:.2f} to "
-            f"{math.floor(100 * most) / 100:.2f} bits a weight, scales and all; choose a number in between"
+            f"{math.floor(100 * most) / 100:.2f} bits per weight, scales and all; choose a number in between"
         )
 
 

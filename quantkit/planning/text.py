@@ -60,7 +60,7 @@ def _output(plan: QuantizePlan) -> str:
     share = 100 * output.bytes / plan.model.bytes
     return (
         f"{human_bytes(output.bytes)} in format {output.format}, {share:.0f} % of the model; "
-        f"{output.bits_per_weight:.2f} bits a weight in quantized layers"
+        f"{output.bits_per_weight:.2f} bits per weight in quantized layers"
     )
 
 

@@ -8,8 +8,8 @@
     overrides:
       - {modules: "*.mlp.down_proj", bits: 8}
 
-`load_recipe` finds a recipe and checks it; `Recipe.plan` says what it means for one model. docs/recipes.md is the
-manual, `file.py` the reader.
+`load_recipe` finds a recipe and checks it; `Recipe.plan` says what it means for one model. The manual is
+docs/reference/recipes.md, the reader `file.py`.
 """
 
 from __future__ import annotations

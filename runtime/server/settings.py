@@ -2,7 +2,7 @@
 
     command line  >  environment (QUANTKIT_API_KEYS)  >  configuration file  >  defaults
 
-A field's description is its help text; `docs/serving.md` explains them for operators.
+A field's description is its help text; `docs/reference/serving.md` explains them for operators.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_the_interval_of_a_difference_holds_the_truth(prompts: int, lost: float,
 
 @pytest.mark.parametrize(("prompts", "most"), [(4, 0.063), (7, 0.063), (13, 0.063), (20, 0.04), (21, 0.04), (38, 0.04)])
 def test_verdicts_of_a_model_that_is_as_good_are_seldom_worse(prompts: int, most: float) -> None:
-    """docs/eval.md says so: 2.5 % is one side of the interval, and prompts are lost whole."""
+    """docs/reference/eval.md says so: 2.5 % is one side of the interval, and prompts are lost whole."""
     for moved in (0.02, 0.1, 0.3, 0.4, 0.45, 0.5):
         wrong = sum(chance for chance, found in outcomes(prompts, moved, moved) if verdict(found) == WORSE)
         assert wrong <= most

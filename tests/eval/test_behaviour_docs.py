@@ -1,4 +1,4 @@
-"""docs/eval.md about behaviour: its transcript is run again, and its example prompts are read."""
+"""docs/reference/eval.md about behaviour: its transcript is run again, and its example prompts are read."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ import pytest
 from quantkit.eval.behaviour.prompts import read_prompts
 
 Cli = Callable[..., tuple[int, str, str]]
-PAGE = (Path(__file__).parents[2] / "docs" / "eval.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "eval.md").read_text(encoding="utf-8")
 TRANSCRIPT = re.compile(
     r"```console\n\$ quantkit (?P<make>quantize .*)\n\$ quantkit (?P<run>.*)\n(?P<shown>(?s:.+?))```"
 )

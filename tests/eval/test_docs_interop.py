@@ -1,4 +1,4 @@
-"""docs/interop.md shows what the rows say; other pages' numbers of other engines have rows, or say whose they are."""
+"""docs/reference/interop.md shows what the rows say; numbers of other engines have rows, or say whose they are."""
 
 import re
 

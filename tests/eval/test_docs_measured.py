@@ -53,7 +53,7 @@ def ceiling(weights: str) -> Ceiling:
     return Ceiling(model().cache, decoder.attention_width, planned, GPUS["h200"])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/explanations/engine.md"])
 def test_speeds_are_those_of_rows(page: str) -> None:
     found = table_rows(page, iter(NAMES))
     assert set(found) == set(NAMES)
@@ -64,8 +64,8 @@ def test_speeds_are_those_of_rows(page: str) -> None:
 
 def test_the_plan_compares_the_same_speeds_with_their_ceilings() -> None:
     names = {f"{weights}, measured of ceiling": weights for weights in NAMES.values()}
-    found = table_rows("docs/plan.md", iter(names))
-    engine = {NAMES[name]: cells for name, cells in table_rows("docs/engine.md", iter(NAMES)).items()}
+    found = table_rows("docs/reference/plan.md", iter(names))
+    engine = {NAMES[name]: cells for name, cells in table_rows("docs/explanations/engine.md", iter(NAMES)).items()}
     assert set(found) == set(names)
     for name, weights in names.items():
         bound = ceiling(weights)
@@ -78,7 +78,7 @@ def test_times_to_the_first_token_are_those_of_rows() -> None:
     alone = [row for row in rows() if (row["model"], row["format"], row["batch"]) == ("llama-3.1-8b", "w4", "1")]
     taken = {f"{float(row['process_to_first_token_s'] or 'nan'):.1f}" for row in alone}
     said = set()
-    for page in ("README.md", "docs/performance.md", "docs/engine.md"):
+    for page in ("README.md", "docs/performance/index.md", "docs/explanations/engine.md"):
         found = _START.search(" ".join(PAGES[page].split()))
         assert found is not None, page
         said.add(found.groups())
@@ -92,5 +92,5 @@ def test_the_cache_of_the_70b_model() -> None:
     with_groups, without = (numbers * share * 2 * 4096 / 1e9 for share in (1, heads // kv_heads))
     assert (
         f"= {with_groups:.2f} GB; with keys and values for each of its 64 heads it would be {without:.2f} GB"
-        in (PAGES["docs/plan.md"])
+        in (PAGES["docs/reference/plan.md"])
     )

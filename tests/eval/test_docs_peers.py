@@ -1,4 +1,4 @@
-"""Pages say of other projects' quantizers what rows say; README's column about its report is the report's."""
+"""Pages say of other projects' quantizers what rows say; the column about the report is the report's."""
 
 import json
 import re
@@ -13,7 +13,14 @@ from quantkit.eval.peers.rows import RESULTS, newest, read
 
 ROWS = newest(read(ROOT / RESULTS))
 TABLES = tables(ROWS)
-SPEEDS = ("docs/performance.md", "docs/kernels.md", "docs/bench.md")  # of kernels: eval/results/kernels.csv
+# Of kernels: eval/results/kernels.csv.
+SPEEDS = (
+    "docs/performance/index.md",
+    "docs/performance/notebook.md",
+    "docs/performance/bench.md",
+    "docs/explanations/kernels.md",
+)
+PAGE = "docs/explanations/quantization.md"
 OTHERS = [name for name, tool in TOOLS.items() if tool.script]
 _MEASURED = re.compile(r"\d+\.\d+")
 _VERSION = re.compile(rf"({'|'.join(map(re.escape, OTHERS))}) \d+(\.\d+)+")
@@ -34,19 +41,20 @@ def test_what_the_base_is_stands_before_its_first_table() -> None:
     """A decoded 4-bit file is no original."""
     (origin,) = {row.origin for row in ROWS if row.model == "smollm2"}
     assert "decoded from the GGUF file" in origin
-    for page, mark in (("README.md", "peers"), ("docs/quantization.md", "peers, smollm2")):
-        above = " ".join(PAGES[page].partition(BEGIN.format(name=mark))[0].split()[-150:])
-        assert "decoded from" in above, page
-        assert "Q4_1" in above, page
+    for mark in ("peers", "peers, smollm2"):
+        above = " ".join(PAGES[PAGE].partition(BEGIN.format(name=mark))[0].split()[-150:])
+        assert "decoded from" in above, mark
+        assert "Q4_1" in above, mark
 
 
 def test_the_column_about_the_report_is_the_reports() -> None:
-    lines = [line.split(" | ") for line in TABLES["README.md", "peers"].splitlines()[2:]]
+    lines = [line.split(" | ") for line in TABLES[PAGE, "peers"].splitlines()[2:]]
     said = {line[-1].removesuffix(" |") for line in lines if _MEASURED.match(line[-1])}
     found = [one for one in json.loads(REPORT.read_text())["formats"] if one["name"] not in ("bfloat16", "fp8")]
     assert said == {f"{one['quality']['perplexity']['value']:.2f}" for one in found}
     shown = REPORT.with_suffix(".md").read_text()
     assert all(f"| {number} [" in shown for number in said)
+    assert REPORT.with_suffix(".html").relative_to(ROOT).as_posix() in PAGES[PAGE]
     assert REPORT.with_suffix(".md").relative_to(ROOT).as_posix() in PAGES["README.md"]
 
 
@@ -70,4 +78,5 @@ def test_such_lines_are_found() -> None:
     """A pattern that finds nothing would prove nothing."""
     assert _MEASURED.search(_VERSION.sub("", "| GPTQ | GPTQModel 7.6.0 | 58.7 |"))
     assert not _MEASURED.search(_VERSION.sub("", "| GPTQ | GPTQModel 7.6.0 | |"))
-    assert len(unmarked("README.md")) < len(PAGES["README.md"]) - len(TABLES["README.md", "peers"])
+    tables = sum(len(table) for (page, _), table in TABLES.items() if page == PAGE)
+    assert len(unmarked(PAGE)) < len(PAGES[PAGE]) - tables

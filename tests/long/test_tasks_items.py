@@ -1,6 +1,7 @@
 """Task items that do not ship, such as 200 of ARC or LAMBADA: the engine equals lm-eval's `hf` model on each of them.
 
-QUANTKIT_TASKS names a folder with YAML tasks whose data are local files (docs/tasks.md), QUANTKIT_TASKS_MODEL a model.
+QUANTKIT_TASKS names a folder with YAML tasks whose data are local files (docs/reference/tasks.md),
+QUANTKIT_TASKS_MODEL a model.
 """
 
 import os

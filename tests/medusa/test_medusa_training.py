@@ -134,7 +134,7 @@ def test_tokens_per_step_by_hand() -> None:
 
 @pytest.mark.parametrize(("count", "length", "new"), [(8, 32, 24), pytest.param(16, 64, 48, marks=pytest.mark.long)])
 def test_the_bundled_heads_guess_well(count: int, length: int, new: int) -> None:
-    """On a slice of the held-out text; docs/medusa.md has the whole measurement."""
+    """On a slice of the held-out text; docs/explanations/medusa.md has the whole measurement."""
     checkpoint = Checkpoint(model_folder("demo"))
     llm = LLM("demo", device="cpu", max_context=128, max_sequences=16)
     heads = load_heads("demo-medusa", Target.of(checkpoint))

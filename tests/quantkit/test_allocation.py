@@ -136,7 +136,7 @@ def test_more_bits_lose_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_targets_out_of_reach_say_the_range() -> None:
-    with pytest.raises(InputError, match=r"target_bits is 2, .* take 2\.13 to 8\.50 bits a weight") as caught:
+    with pytest.raises(InputError, match=r"target_bits is 2, .* take 2\.13 to 8\.50 bits per weight") as caught:
         job_for("target_bits=2")
     assert "\n" not in str(caught.value)
 

@@ -33,7 +33,7 @@ def test_all_commands_but_those_that_talk_have_json() -> None:
     found = dict(leaves(cli))
     assert len(found) > 15
     assert {name for name, command in found.items() if "--json" not in options_of(command)} == WITHOUT_JSON
-    assert "all but `chat` and `serve`, which talk, have `--json`" in PAGES["README.md"]
+    assert "all but `chat` and `serve`, which talk, have `--json`" in PAGES["docs/reference/command-line.md"]
 
 
 @pytest.mark.parametrize(("page", "line"), SHOWN)

@@ -37,9 +37,9 @@ def test_every_test_that_a_page_names_is_there(page: str, path: str, test: str |
 
 def test_names_of_every_kind_are_found() -> None:
     """A pattern that finds nothing would prove nothing."""
-    assert ("docs/security.md", "tests/long/test_soak.py", "test_soak") in NAMED
-    assert ("docs/engine.md", "test_speculative_sampling.py", None) in NAMED
-    assert ("docs/testing.md", "tests/support/long_parts.py", None) in NAMED
-    assert ("docs/scaling.md", "tests/runtime/parallel/", None) in NAMED
+    assert ("docs/reference/security.md", "tests/long/test_soak.py", "test_soak") in NAMED
+    assert ("docs/explanations/engine.md", "test_speculative_sampling.py", None) in NAMED
+    assert ("docs/contributing/testing.md", "tests/support/long_parts.py", None) in NAMED
+    assert ("docs/explanations/scaling.md", "tests/runtime/parallel/", None) in NAMED
     assert not places("test_that_nobody_wrote.py")
     assert not places("runtime/test_that_nobody_wrote.py")

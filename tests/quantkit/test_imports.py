@@ -1,4 +1,4 @@
-"""Which way imports point (see docs/architecture.md): an arrow in the wrong direction fails here."""
+"""Which way imports point (see docs/explanations/architecture.md): an arrow in the wrong direction fails here."""
 
 import ast
 import subprocess

@@ -89,7 +89,7 @@ def test_json(run_cli: Cli, quantized_draft: Quantized) -> None:
     [
         ("t4", ("Tesla T4 has compute capability 7.5", "kernels need 8.0 (Ampere) or newer")),
         ("V100", ("Tesla V100-SXM2-16GB has compute capability 7.0", "kernels need 8.0 (Ampere) or newer")),
-        ("mi300x", ("MI300X", "compiled for NVIDIA only", "docs/amd.md")),
+        ("mi300x", ("MI300X", "compiled for NVIDIA only", "docs/reference/amd.md")),
         ("rtx409", ("unknown GPU 'rtx409'", "did you mean 'rtx4090'")),
     ],
 )

@@ -167,8 +167,8 @@ def test_as_a_user_types_it(run_cli: Cli, tiny_model: Path) -> None:
 def test_the_documented_commands(
     run_cli: Cli, quantized: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/scaling.md shows what is printed, for a checkpoint that was made for 8,192 tokens."""
-    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    """docs/explanations/scaling.md shows what is printed, for a checkpoint that was made for 8,192 tokens."""
+    page = (Path(__file__).parents[2] / "docs" / "explanations" / "scaling.md").read_text(encoding="utf-8")
     command, _, shown = page.partition("$ quantkit inspect")[2].partition("```")[0].partition("\n")
     folder = tmp_path / "model-w4"
     folder.mkdir()

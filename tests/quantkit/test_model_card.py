@@ -78,7 +78,7 @@ def test_front_matter_is_what_hugging_face_reads() -> None:
 
 def test_numbers_stand_where_they_belong() -> None:
     card = model_card(FACTS)
-    assert "4.16 bits a weight" in card
+    assert "4.16 bits per weight" in card
     assert "30.42 MB to 11.10 MB" in card
     assert "15.915" in section(card, "Quality")
     assert "+3.60 %" in section(card, "Quality")

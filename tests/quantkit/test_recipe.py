@@ -245,7 +245,7 @@ def test_a_mix_that_no_checkpoint_can_describe_is_refused_early(tmp_path: Path) 
 
 
 def test_the_worked_example_of_the_manual(tmp_path: Path) -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    manual = (Path(__file__).parents[2] / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     example = manual.split("```yaml\n# careful.yaml\n")[1].split("```")[0]
     formats = load(tmp_path, example).plan(LLAMA, CONFIG, "bfloat16")
     assert {fmt for module, fmt in formats.items() if module.startswith("model.layers.0.")} == {None}
@@ -256,7 +256,7 @@ def test_the_worked_example_of_the_manual(tmp_path: Path) -> None:
 
 
 def test_the_manual_lists_every_option_of_every_method_with_its_default() -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    manual = (Path(__file__).parents[2] / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     table = manual.split("## Methods")[1].split("\n## ")[0]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:4]] for line in table.splitlines() if line[:2] == "| "]
     method = ""
@@ -273,7 +273,7 @@ def test_the_manual_lists_every_option_of_every_method_with_its_default() -> Non
 
 
 def test_the_examples_of_the_manual_are_recipes(tmp_path: Path) -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    manual = (Path(__file__).parents[2] / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     examples = [part.split("```")[0] for part in manual.split("```yaml\n")[1:]]
     for example in examples:
         load(tmp_path, example if "summary:" in example else _with(PLAIN, example))

@@ -1,4 +1,4 @@
-"""docs/security.md: every promise has a test that is there; promises without a room of their own have theirs here."""
+"""docs/reference/security.md: every promise has a test; promises without a room of their own have theirs here."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ from quantkit.sources import model_folder
 from quantkit.strict_yaml import StrictLoader
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "security.md").read_text(encoding="utf-8")
 ROWS = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ") and "promise | where" not in line]
 SOURCES = [file for room in ("quantkit", "runtime", "eval", "kernels") for file in (ROOT / room).rglob("*.py")]
 FORBIDDEN = {  # what would run code that stands in a file

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from guide_blocks import FOLDERS
 from pages import PAGES, ROOT, Transcript, not_printed, quantkit_arguments, transcripts
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -24,34 +25,38 @@ _LARGE_TABLE = "-r gptq-w4g128,nf4,llm-int8,fp8 --batch 1,8,32,256 --tensor-para
 _FILE = "needs SmolLM2-135M-Instruct.Q4_1.gguf, 90 MB of a PyPI package"
 _QUESTION = '"Explain in two sentences why the sky is blue."'
 LONG = {  # seconds each; all else that begins with `quantkit plan` runs in `make test`
-    ("docs/scaling.md", f"quantkit plan llama-3.1-70b --gpu h200 {_LARGE_TABLE}"),
-    ("docs/scaling.md", f"quantkit plan llama-3.1-405b --gpu h200 {_LARGE_TABLE}"),
+    ("docs/explanations/scaling.md", f"quantkit plan llama-3.1-70b --gpu h200 {_LARGE_TABLE}"),
+    ("docs/explanations/scaling.md", f"quantkit plan llama-3.1-405b --gpu h200 {_LARGE_TABLE}"),
 }
 MEASURED = {  # minutes, and numbers that need a tolerance
-    ("docs/eval.md", "quantkit eval demo-awq --base demo --layers"),
+    ("docs/reference/eval.md", "quantkit eval demo-awq --base demo --layers"),
 }
 ELSEWHERE = {  # with what the test must prepare for them
-    ("docs/gguf.md", "quantkit convert demo --to gguf -o demo.gguf"):
+    ("docs/reference/gguf.md", "quantkit convert demo --to gguf -o demo.gguf"):
         "tests/quantkit/gguf_export/test_export.py::test_the_documented_command",
-    ("docs/scaling.md", "quantkit inspect model-w4 --launch --tensor-parallel 2 --max-context 8192"):
+    ("docs/explanations/scaling.md", "quantkit inspect model-w4 --launch --tensor-parallel 2 --max-context 8192"):
         "tests/quantkit/test_launch.py::test_the_documented_commands",
-    ("docs/eval.md", "quantkit eval draft-w2 --base demo-draft --behaviour --behaviour-tokens 64 --behaviour-gate"):
+    ("docs/reference/eval.md",
+     "quantkit eval draft-w2 --base demo-draft --behaviour --behaviour-tokens 64 --behaviour-gate"):
         "tests/eval/test_behaviour_docs.py::test_the_transcript_is_what_the_command_prints",
-    ("docs/serving.md", "quantkit serve large=demo small=demo-draft --device cpu --port 8123"):
+    ("docs/reference/serving.md", "quantkit serve large=demo small=demo-draft --device cpu --port 8123"):
         "tests/runtime/server/test_docs_several_models.py::test_the_transcript_is_what_the_server_prints",
 }  # fmt: skip
 NOT_RUN = {
-    ("README.md", "make demo"):
+    ("docs/reference/compare.md", "make demo"):
         "four minutes, and speeds of one machine; tests/long/test_demo.py runs it on less text, its sizes are below",
-    ("docs/import.md", "quantkit import SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2"): _FILE,
-    ("docs/import.md", f"quantkit generate smollm2 {_QUESTION} --chat --max-tokens 80"): _FILE,
-    ("docs/import.md", "quantkit import half.gguf -o half"): _FILE,
-    ("docs/gguf.md", f"quantkit generate SmolLM2-135M-Instruct.Q4_1.gguf {_QUESTION} --chat --max-tokens 60"): _FILE,
-    ("docs/medusa.md", "quantkit train-medusa demo -o demo-medusa --self-generated 600 --epochs 4 --device cpu"):
+    ("docs/reference/import.md", "quantkit import SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2"): _FILE,
+    ("docs/reference/import.md", f"quantkit generate smollm2 {_QUESTION} --chat --max-tokens 80"): _FILE,
+    ("docs/reference/import.md", "quantkit import half.gguf -o half"): _FILE,
+    ("docs/reference/gguf.md",
+     f"quantkit generate SmolLM2-135M-Instruct.Q4_1.gguf {_QUESTION} --chat --max-tokens 60"): _FILE,
+    ("docs/explanations/medusa.md",
+     "quantkit train-medusa demo -o demo-medusa --self-generated 600 --epochs 4 --device cpu"):
         "19 minutes of one core",
 }  # fmt: skip
 ALL = {transcript.name: transcript for transcript in transcripts()}
 PLANS = {name for name in ALL if name[1].startswith("quantkit plan ")}
+GUIDES = {name for name in ALL if name[0].startswith(FOLDERS)}  # tests/quantkit/test_docs_guides.py runs them all
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +110,8 @@ def assert_close(shown: str, printed: str) -> None:
 
 def test_sizes_of_the_demo_are_those_of_the_plan(run_cli: Cli) -> None:
     """Of the transcript that takes minutes, what arithmetic knows: bytes, and bits per weight."""
-    shown = re.findall(r"^│ ([\w-]+) +│ +([\d.]+) MB │ +([\d.]+) │", ALL["README.md", "make demo"].shown, re.MULTILINE)
+    demo = ALL["docs/reference/compare.md", "make demo"].shown
+    shown = re.findall(r"^│ ([\w-]+) +│ +([\d.]+) MB │ +([\d.]+) │", demo, re.MULTILINE)
     recipes = ",".join(name for name, *_ in shown if name != "bfloat16")
     code, out, _ = run_cli("plan", "demo", "--gpu", "h200", "-r", recipes, "--json")
     assert code == 0
@@ -117,7 +123,7 @@ def test_sizes_of_the_demo_are_those_of_the_plan(run_cli: Cli) -> None:
 
 def test_every_transcript_is_in_one_group() -> None:
     """A new one must be entered; one that is gone must go here too."""
-    groups = [PLANS, MEASURED, set(ELSEWHERE), set(NOT_RUN)]
+    groups = [PLANS, GUIDES, MEASURED, set(ELSEWHERE), set(NOT_RUN)]
     assert set().union(*groups) == set(ALL)
     assert sum(map(len, groups)) == len(ALL) == len(transcripts())
     assert LONG <= PLANS
@@ -154,4 +160,4 @@ def test_all_layouts_that_were_asked_for_are_shown() -> None:
         for word in ("bf16", "gptq-w4g128", "nf4", "llm-int8", "fp8", "bytes reduced", "nvlink 1 ", "pcie 256"):
             assert word in shown, (command, word)
     assert {shlex.split(command)[2] for _, command in LONG} == {"llama-3.1-70b", "llama-3.1-405b"}
-    assert PAGES["docs/scaling.md"].count("All tensor or all pipeline on the same GPUs (pcie)") == 2
+    assert PAGES["docs/explanations/scaling.md"].count("All tensor or all pipeline on the same GPUs (pcie)") == 2

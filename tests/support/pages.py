@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _READ = (
     *(ROOT / name for name in ("README.md", "runtime/README.md", "kernels/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 )
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in _READ}
 LEFT_OUT = "..."  # a line that stands for output not shown
@@ -80,11 +80,11 @@ def not_printed(shown: str, printed: str) -> str | None:
 
 
 def _blocks() -> Iterator[tuple[str, str]]:
-    """Of a terminal: those of another language hold files."""
+    """Of a terminal: those of another language hold files. A line that goes on is one line."""
     for page, text in PAGES.items():
         for block in _BLOCK.finditer(text):
-            if block["language"] in ("", "console"):
-                yield page, block["lines"]
+            if block["language"] in ("", "bash", "console"):
+                yield page, block["lines"].replace("\\\n", " ")
 
 
 def _commands_of(lines: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from quantkit.kernels.linear.weight import Choice, by_name, unmeasured
 
 KERNELS = by_name(half.KERNEL, cublas.KERNEL)
 
-# Most tokens -> the tile that the sweep on an H200 favoured (docs/kernels.md).
+# Most tokens -> the tile that the sweep on an H200 favoured (docs/explanations/kernels.md).
 _DEFAULTS = {
     1: HalfConfig(4, 1, 1024, 4, 1),
     8: HalfConfig(64, 16, 128, 4, 4),

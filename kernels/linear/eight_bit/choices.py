@@ -18,7 +18,7 @@ from quantkit.kernels.linear.weight import CHUNK, Choice, by_name, unmeasured
 
 KERNELS = by_name(matmul.KERNEL, scaled_mm.KERNEL)
 
-# Most tokens -> tiles that the sweep on an H200 favoured (docs/kernels.md).
+# Most tokens -> tiles that the sweep on an H200 favoured (docs/explanations/kernels.md).
 _DEFAULTS = {
     8: (EightBitConfig(32, 8, 256, 2, 3), EightBitConfig(64, 8, 256, 2, 3)),
     16: (EightBitConfig(64, 16, 128, 2, 4),),

@@ -18,7 +18,7 @@ from quantkit.kernels.linear.weight_only.weight import MANY_TOKENS, PackedWeight
 
 KERNELS = by_name(skinny.KERNEL, hopper.KERNEL, dequantize.KERNEL)
 
-# Most tokens -> tiles that the sweep on an H200 favoured (docs/kernels.md).
+# Most tokens -> tiles that the sweep on an H200 favoured (docs/explanations/kernels.md).
 _SKINNY = {
     8: (SkinnyConfig(32, 8, 2, 3), SkinnyConfig(64, 8, 4, 3)),
     16: (SkinnyConfig(64, 16, 4, 3),),
@@ -38,7 +38,8 @@ _PAIR_TABLE = 32 << 10  # bytes
 _ROOM_FOR_PAIRS = 160 << 10  # bytes of shared memory
 _LARGEST_IN_REGISTERS = 64  # tokens of a tile: 64 x 128 spill where a warp holds its operands itself, or many scales
 _LARGEST_OF_FINE_PAIRS = 32  # tokens of a tile: 128 x 64 spill beside a table of pairs and many scales
-# Hopper's kernel, chunks of a multiprocessor from which it pays to share tiles, and wide tiles (docs/kernels.md).
+# Hopper's kernel, chunks of a multiprocessor from which it pays to share tiles, and wide tiles: see
+# docs/explanations/kernels.md.
 _FEWEST_CHUNKS = {64: 2, 128: 6}
 _WIDE_FROM = {64: 12, 128: 15}
 _FEWEST_OF_A_PART = 4  # chunks

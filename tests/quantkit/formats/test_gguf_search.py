@@ -11,7 +11,8 @@ from quantkit.formats.gguf import TYPES, Gguf
 from quantkit.formats.gguf import search as module
 
 # Weighted error over weighted energy of `weights()`, 1 % above what was found when all types had less error than
-# llama-quantize's files (docs/gguf.md). The gguf package rounds to the other types, so these are compared with its own.
+# llama-quantize's files (docs/reference/gguf.md). The gguf package rounds to the other types: these are compared
+# with its own.
 MOST = {
     "Q2_K": 0.0452,
     "Q3_K": 0.0194,

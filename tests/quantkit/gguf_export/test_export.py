@@ -207,7 +207,7 @@ def test_window_that_llama_cpp_does_not_know_is_said(tmp_path: Path) -> None:
 def test_the_documented_command(run_cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = "quantkit convert demo --to gguf -o demo.gguf"
-    (shown,) = [one.shown for one in transcripts() if one.name == ("docs/gguf.md", command)]
+    (shown,) = [one.shown for one in transcripts() if one.name == ("docs/reference/gguf.md", command)]
     code, out, err = run_cli(*command.split()[1:])
     assert code == 0
     assert not_printed(shown, out + err) is None

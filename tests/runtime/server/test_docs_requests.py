@@ -1,4 +1,4 @@
-"""docs/serving.md about requests: its table has the fields that the schemas know, no more and no fewer."""
+"""docs/reference/serving.md about requests: its table has the fields that the schemas know, no more and no fewer."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from quantkit.runtime.server.routes import chat, completions, health, models, tokenize
 from quantkit.runtime.server.schemas.requests import ChatRequest, CompletionRequest, Strict
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## What a request may say\n")[2].partition("\n## ")[0]
 ROWS = re.findall(r"^\| (?P<fields>`.*?) \| (?P<where>\w+) \|", SECTION, re.MULTILINE)
 KNOWN = {"chat": set(ChatRequest.model_fields), "completions": set(CompletionRequest.model_fields)}

@@ -1,4 +1,4 @@
-"""docs/serving.md about several models: a real server prints the plan that the page shows."""
+"""docs/reference/serving.md about several models: a real server prints the plan that the page shows."""
 
 import re
 import signal
@@ -22,7 +22,7 @@ def without_this_machine(text: str) -> list[str]:
 @pytest.mark.long  # a server with several models comes up in every run, in test_several_models.py
 def test_the_transcript_is_what_the_server_prints(serving: Callable[..., AbstractContextManager[Any]]) -> None:
     """On any free port instead of the page's."""
-    (shown,) = [found for found in transcripts() if found.page == "docs/serving.md"]
+    (shown,) = [found for found in transcripts() if found.page == "docs/reference/serving.md"]
     name, *arguments = shown.arguments
     assert name == "serve"
     arguments[arguments.index("--port") + 1] = "0"

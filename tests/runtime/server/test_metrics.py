@@ -291,6 +291,6 @@ def test_the_dashboard_can_be_imported() -> None:
 
 
 def test_the_guide_lists_every_metric() -> None:
-    guide = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(quantkit:\w+)", guide, flags=re.MULTILINE))
     assert listed == {re.sub(r"_(bucket|sum|count)$", "", name) for name in sample_names()}

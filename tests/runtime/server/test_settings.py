@@ -252,13 +252,13 @@ def test_wrong_input_ends_with_one_line_and_code_2(run_cli: RunCli, arguments: t
 
 
 def test_the_guide_names_every_setting() -> None:
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")
     guide = page.partition("\n## Settings\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1].strip() for line in guide.splitlines() if line.startswith("| `")]
     for name in FLAGS:
-        assert f"`{name}`" in rows, f"docs/serving.md has no row for {name}"
+        assert f"`{name}`" in rows, f"docs/reference/serving.md has no row for {name}"
     known = {f"`{name}`" for name in FLAGS}
-    assert set(rows) == known, "docs/serving.md explains a setting that does not exist"
+    assert set(rows) == known, "docs/reference/serving.md explains a setting that does not exist"
 
 
 @pytest.mark.parametrize(

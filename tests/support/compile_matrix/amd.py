@@ -1,4 +1,4 @@
-"""AMD's GPUs, to see what compiles for them (docs/amd.md). Nothing runs there, and nothing was ever run there.
+"""AMD's GPUs, to see what compiles for them (docs/reference/amd.md). Nothing was ever run there.
 
 They have none of the instructions that `Card` knows: no chained launches, no warp groups, no 8-bit floats that mean the
 same (MI300's have another exponent).
