@@ -156,6 +156,7 @@ def test_a_format_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert again.formats[3] == well
 
 
+@pytest.mark.long
 def test_a_shape_has_speed_and_memory_only(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quantized format is measured in a process of its own, which tells how far it is."""
     begin_process = compare_run._run_process

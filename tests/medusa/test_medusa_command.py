@@ -24,7 +24,8 @@ def shorten_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "ANSWER", 16)
 
 
-@pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("short", [True, False])
 def test_the_same_command_gives_the_same_bytes(
     short: bool, run_cli: Cli, small_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,8 +126,14 @@ def run_arrivals(engine: Engine, prompts: list[list[int]], new_tokens: int, seed
 
 
 def _cases() -> list[ParameterSet]:
-    """Every two values of model and options meet; the larger bundled model is long."""
-    made = [pytest.param(*case, marks=pytest.mark.xdist_group(f"engine {case[0]}")) for case in cover(MODELS, *OPTIONS)]
+    """Every two values of model and options meet. One case of each model is in every run, so that the options meet
+    there too; the others are long, and so is the larger bundled model."""
+    made = []
+    for number, model in enumerate(MODELS):
+        own = [case for case in cover(MODELS, *OPTIONS) if case[0] == model]
+        group = pytest.mark.xdist_group(f"engine {model}")
+        for place, case in enumerate(own):
+            made.append(pytest.param(*case, marks=[group] if place == number % len(own) else [group, pytest.mark.long]))
     marks = [pytest.mark.xdist_group("engine demo"), pytest.mark.long]
     return made + [pytest.param("demo", *case, marks=marks) for case in cover(*OPTIONS)]
 
@@ -198,7 +204,7 @@ def watch_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[Ten
 
 
 @every_model
-@pytest.mark.parametrize("step_tokens", [7, 512])
+@pytest.mark.parametrize("step_tokens", [7, pytest.param(512, marks=pytest.mark.long)])
 def test_logits_equal(
     model: str,
     step_tokens: int,

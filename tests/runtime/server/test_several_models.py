@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import quantkit
 from quantkit.runtime.core.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("engine-process")
+pytestmark = [pytest.mark.xdist_group("engine-process"), pytest.mark.long]
 NAMES = ("large", "small", "packed")
 PROMPTS = ("The function returns", "A list is", "def main():", "The first step")
 TOKENS = 12
