@@ -216,7 +216,7 @@ def _print(result: QualityResult, layers: LayerErrors | None, base: str | None) 
             (str(one.layer), one.linear, f"{one.error:.4f}", f"{layers.blocks[one.layer]:.4f}")
             for one in layers.worst(_WORST)
         ]
-        columns = ("layer", "linear", "its own relative error", "accumulated behind the block")
+        columns = ("layer", "linear", "its own relative error", "accumulated after the block")
         print_table("Where most is lost", columns, rows)
     meaning = "one window: not enough windows for intervals"
     if result.windows > 1:
