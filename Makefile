@@ -1,14 +1,15 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv first; the demo needs less.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Which of the four parts of the long tests: 1 to 4, or all (docs/contributing/testing.md).
 PART ?= all
-PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+PIP_FLAGS := --quiet --disable-pip-version-check
+LOCKED := $(PIP_FLAGS) -c requirements-lock.txt
 
-.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop docs peers clean
+.PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop docs peers dist lock clean
 
-demo: $(VENV)/ready
+demo: $(VENV)/demo-ready
 	$(BIN)/quantkit demo
 
 # Lint runs beside the tests and is shown after them; the command fails where either fails.
@@ -57,24 +58,43 @@ MODEL ?= demo
 peers: $(VENV)/ready
 	$(BIN)/python -m quantkit.eval.peers --model $(MODEL) $(if $(WIKITEXT),--wikitext $(WIKITEXT))
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# Wheel and sdist into dist/, held against the repository; the wheel runs the demo in an environment without a checkout.
+dist: $(VENV)/demo-ready
+	$(BIN)/python tests/support/dist.py
+
+# All versions anew. Commit the file after `make test`.
+lock:
+	$(PYTHON) -m venv --clear .venv-lock
+	.venv-lock/bin/pip install $(PIP_FLAGS) -c constraints.txt torch setuptools
+	.venv-lock/bin/pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation -e '.[dev]'
+	.venv-lock/bin/pip freeze --all | .venv-lock/bin/python tests/support/lock.py >requirements-lock.new
+	mv requirements-lock.new requirements-lock.txt
+	rm -rf .venv-lock
+
+$(VENV)/demo-ready: pyproject.toml requirements-lock.txt
+	@echo "Installing torch and what the demo needs into $(VENV): some minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install $(PIP_FLAGS) torch
-	$(BIN)/pip install $(PIP_FLAGS) -e '.[test]'
+	$(BIN)/pip install $(LOCKED) torch setuptools
+	$(BIN)/pip install $(LOCKED) --no-build-isolation -e '.[report]'
+	touch $@
+
+$(VENV)/ready: $(VENV)/demo-ready
+	@echo "Installing what tests, style and types need into $(VENV): some minutes, once."
+	$(BIN)/pip install $(LOCKED) --no-build-isolation -e '.[dev]'
 	touch $@
 
 .venv-interop/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-interop
-	.venv-interop/bin/pip install $(PIP_FLAGS) torch
-	.venv-interop/bin/pip install $(PIP_FLAGS) -e '.[test,interop]'
+	.venv-interop/bin/pip install $(PIP_FLAGS) -c constraints.txt torch
+	.venv-interop/bin/pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,interop]'
 	touch $@
 
 DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 .venv-docs/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install $(PIP_FLAGS) $$($(PYTHON) -c '$(DOCS)')
+	.venv-docs/bin/pip install $(PIP_FLAGS) -c constraints.txt $$($(PYTHON) -c '$(DOCS)')
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-interop .venv-docs .peers build dist site demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-interop .venv-docs .venv-lock .peers build dist site demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,8 +1,10 @@
 """quantkit: quantize language models, run them, and measure what was lost.
 
-quantkit.quantize(model, recipe, output)   write a quantized checkpoint
+quantkit.quantize(model, recipe, output)   write a quantized checkpoint; quantkit.Calibration says from which text
+quantkit.evaluate(model, base)             perplexity, KL divergence and agreement, with intervals
 quantkit.load_reference(path)              any supported checkpoint as a transformers model with decoded weights
 quantkit.LLM(path).generate(prompts)       answers of the engine, on a GPU or a CPU; quantkit.SamplingParams says how
+quantkit.AsyncLLM(path)                    the same for an event loop: many requests at once, streamed
 """
 
 from __future__ import annotations
@@ -11,18 +13,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quantkit.calibration import Calibration
+    from quantkit.eval.quality.evaluate import evaluate
     from quantkit.pipeline import quantize
     from quantkit.reference import load_reference
     from quantkit.runtime.core.sampling_params import SamplingParams
     from quantkit.runtime.llm import LLM
+    from quantkit.runtime.sampling.structured_output import GuideSpec
+    from quantkit.runtime.server.async_llm import AsyncLLM
 
 _LAZY = {  # so that --help needs no torch
+    "AsyncLLM": "quantkit.runtime.server.async_llm",
+    "Calibration": "quantkit.calibration",
+    "GuideSpec": "quantkit.runtime.sampling.structured_output",
     "LLM": "quantkit.runtime.llm",
     "SamplingParams": "quantkit.runtime.core.sampling_params",
+    "evaluate": "quantkit.eval.quality.evaluate",
     "load_reference": "quantkit.reference",
     "quantize": "quantkit.pipeline",
 }
-__all__ = ["LLM", "SamplingParams", "load_reference", "quantize"]
+__all__ = ["LLM", "AsyncLLM", "Calibration", "GuideSpec", "SamplingParams", "evaluate", "load_reference", "quantize"]
 
 
 def __getattr__(name: str) -> Any:

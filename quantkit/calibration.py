@@ -12,7 +12,6 @@ Documents are tokenized one by one and packed end to end, so that no window is p
 from __future__ import annotations
 
 import hashlib
-import importlib
 import itertools
 import json
 import re
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.errors import InputError, StorageError
+from quantkit.extras import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -243,10 +243,9 @@ def hub_rows(source: str) -> Iterator[_Row]:
     match = _HUB_SOURCE.fullmatch(source)
     if match is None:
         raise InputError(f"'{source}' is not of the form {_HUB}ORG/NAME, {_HUB}ORG/NAME:CONFIG or ...@SPLIT")
-    try:
-        load_dataset = importlib.import_module("datasets").load_dataset
-    except ImportError as error:
-        raise InputError(f"{source} needs a package: pip install datasets; or give a local .txt or .jsonl") from error
+    require(source, "calibration")
+    from datasets import load_dataset
+
     try:
         rows = load_dataset(match["name"], match["config"], split=match["split"] or "train", streaming=True)
         for number, row in enumerate(rows, 1):

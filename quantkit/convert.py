@@ -13,6 +13,7 @@ from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.checkpoint_writer import CheckpointWriter, check_output
 from quantkit.defaults import SHARD_BYTES
 from quantkit.errors import CannotHold, InputError, QuantkitError, did_you_mean
+from quantkit.extras import require
 from quantkit.formats import FORMATS, Awq, Format, IntegerFormat, options_of
 from quantkit.pipeline.verification import fingerprint, verify_written
 from quantkit.pipeline.writing import LM_HEAD, write_config
@@ -90,6 +91,7 @@ def convert(
 def _to_gguf(
     checkpoint: str | Path, output: str | Path, kind: str | None, overwrite: bool, on_tensor: Progress
 ) -> ConvertReport:
+    require("quantkit convert --to gguf", "gguf")
     from quantkit.gguf_export import export_gguf
 
     report = export_gguf(checkpoint, output, kind=kind, overwrite=overwrite, on_tensor=on_tensor)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import StorageError
+from quantkit.extras import require
 from quantkit.formats import Gguf, TensorInfo
 from quantkit.formats.gguf import TYPES
 
@@ -192,6 +193,7 @@ def _numbers(held: Tensor, place: TensorPlace) -> Tensor:
     elif place.kind in TYPES:
         numbers = Gguf(place.kind).decode({"weight": held}, PLAIN[_DECODED])
     else:
+        require(f"a GGUF tensor of type {place.kind}", "gguf")
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from quantkit.errors import StorageError
+from quantkit.extras import require
 
 BUNDLED = ("demo", "demo-draft", "demo-experts")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,6 +22,7 @@ def model_folder(model: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file() and path.suffix == ".gguf":
+        require(str(model), "gguf")
         from quantkit.gguf_import.folder import gguf_folder
 
         return gguf_folder(path)

@@ -14,56 +14,15 @@ from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.core.sequence import FinishReason
 from quantkit.runtime.core.token_output import TokenOutput
 from quantkit.runtime.engine.engine import Engine, Request
+from quantkit.runtime.output.answers import Answer, Generation
 from quantkit.runtime.output.output_processor import OutputProcessor, TextOutput
 from quantkit.runtime.output.progress_bar import Advance, progress_bar
+from quantkit.runtime.output.prompts import Message, Prompt, encode_chat, encode_prompt
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.startup import Stages, start_engine
 from quantkit.sources import model_folder
-
-Prompt = str | Sequence[int]  # text, or token ids
-Message = dict[str, Any]  # {"role": ..., "content": ...}
-
-
-@dataclass
-class Answer:
-    """One of the n answers to a prompt."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None  # of the chosen tokens
-    top_logprobs: list[list[tuple[int, float]]] | None = None  # of the most probable tokens at each position
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, output: TextOutput) -> None:
-        self.text += output.text
-        if output.token is not None:
-            self.token_ids.append(output.token)
-        if output.logprob is not None:
-            self.logprobs = [*(self.logprobs or []), output.logprob]
-            self.top_logprobs = [*(self.top_logprobs or []), output.top or []]
-        self.finish_reason, self.stop_reason = output.finished, output.stop_reason
-
-
-@dataclass
-class Generation:
-    """A prompt and its answers."""
-
-    prompt_token_ids: list[int]
-    answers: list[Answer]
-    prompt: str | None = None
-    prompt_logprobs: list[float | None] | None = None  # None for the first token, which nothing predicts
-    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
-    cached_tokens: int = 0  # of the prompt, found in the cache
-
-    @property
-    def text(self) -> str:
-        """Of the first answer."""
-        return self.answers[0].text
 
 
 @dataclass
@@ -141,20 +100,10 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""
-        if not isinstance(prompt, str | Sequence):
-            raise InputError(f"a prompt is {prompt!r}, but must be a text or a list of token ids")
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise InputError("this model folder has no tokenizer; give token ids instead of text")
-        return list(self.tokenizer(prompt)["input_ids"])
+        return encode_prompt(self.tokenizer, prompt)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        tokenizer = self.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise InputError("this model's tokenizer has no chat template; give plain prompts")
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode_chat(self.tokenizer, messages)
 
     def close(self) -> None:
         """Ends the other processes of an LLM with tensor_parallel or pipeline_parallel; it also ends with this one."""

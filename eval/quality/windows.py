@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.calibration import cut_windows, hub_rows, token_windows
 from quantkit.defaults import WINDOW
 from quantkit.errors import InputError, StorageError
+from quantkit.extras import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,6 +112,7 @@ def check_source(source: str | Path) -> None:
 
 
 def _dataset_windows(tokenizer: PreTrainedTokenizerBase, dataset: Dataset, window: int) -> Tensor:
+    require(dataset.source, "calibration")
     texts = []
     try:
         for where, row in islice(hub_rows(dataset.source), dataset.texts):

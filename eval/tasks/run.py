@@ -15,6 +15,7 @@ from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.eval.tasks.results import Setting, TaskResults, read_scores
+from quantkit.extras import require
 from quantkit.formats.base import check_choice
 from quantkit.progress import Progress, silent
 from quantkit.wording import model_name
@@ -78,10 +79,7 @@ def _check(setting: Setting) -> None:
         value = getattr(setting, name)
         if value is not None and (type(value) is not int or value < least):
             raise InputError(f"{name} is {value!r}, but must be a whole number of at least {least}")
-    try:
-        import lm_eval  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError as error:
-        raise InputError("tasks need lm-eval, which is not installed; run: pip install 'quantkit[tasks]'") from error
+    require("quantkit eval --tasks", "tasks")
 
 
 def _load_model(model: str | Path, setting: Setting, ranks: dict[str, Any], on_item: Progress) -> Any:

@@ -10,7 +10,8 @@ from quantkit.cli.engine_options import engine_options, load_llm, sampling_optio
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
-    from quantkit.runtime.llm import LLM, Message
+    from quantkit.runtime.llm import LLM
+    from quantkit.runtime.output.prompts import Message
 
 HELP = "/reset begins anew, /exit (or Ctrl-D) leaves, Ctrl-C ends an answer"
 

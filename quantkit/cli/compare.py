@@ -12,6 +12,7 @@ import click
 from quantkit.cli.common import device_option, json_option, print_json, print_table
 from quantkit.defaults import DEVICE, WINDOW
 from quantkit.errors import InputError, QuantkitError
+from quantkit.extras import require
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **
 
 def run_comparison(model: str, recipes: Sequence[str], output: str, options: dict[str, Any]) -> tuple[Comparison, Path]:
     """Measures and writes the report; its page comes back too."""
+    require("a report", "report")
     from quantkit.eval.compare.run import check, compare, entries_of
     from quantkit.eval.report.write import write_report
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.common import json_option, print_json, print_table
-from quantkit.errors import InputError
+from quantkit.extras import require
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def command(
     if shows_status and stops:
         raise click.UsageError("--status and --stop exclude each other")
     if shows_status or stops:
-        _require_ray()
+        require("quantkit deploy", "ray")
         _look_or_stop(address or "auto", stops, as_json)
         return
     if config is None:
@@ -53,15 +53,8 @@ def command(
     from quantkit.deploy.config import read_deploy_config
 
     wanted = read_deploy_config(config)
-    _require_ray()
+    require("quantkit deploy", "ray")
     _deploy(wanted, address, dry_run, as_json)
-
-
-def _require_ray() -> None:
-    try:
-        import ray.serve  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise InputError("`quantkit deploy` needs Ray Serve; run: pip install 'quantkit[ray]'") from error
 
 
 def _deploy(config: DeployConfig, address: str | None, dry_run: bool, as_json: bool) -> None:

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.common import device_option, json_option, print_json, print_provenance, print_table, progress_bar
-from quantkit.defaults import WINDOW
+from quantkit.defaults import COMPARED_WINDOWS, WINDOW
 
 if TYPE_CHECKING:
     from quantkit.eval.quality.layer_errors import LayerErrors
     from quantkit.eval.quality.measure import QualityResult
-    from quantkit.eval.quality.predictors import Predictor
 
-_KL_WINDOWS = 8
 _WORST = 8  # linears printed; JSON has all
 _COUNT = click.IntRange(min=1)
+_HOW = ("backend", "window", "max_windows", "dtype", "device", "step_tokens", "head_bits", "seed")
 _RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path")
 _BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
@@ -30,7 +29,9 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
 @click.option("--window", default=WINDOW, show_default=True, metavar="N", help="Tokens per window.")
 @click.option("--max-windows", type=_COUNT, metavar="N", help="Stop after N windows; default: all.")
 @click.option("--base", metavar="MODEL", help="Also measure how far MODEL's predictions are from this one's.")
-@click.option("--kl-windows", type=_COUNT, metavar="N", help=f"Windows compared with --base; default: {_KL_WINDOWS}.")
+@click.option(
+    "--kl-windows", type=_COUNT, metavar="N", help=f"Windows compared with --base; default: {COMPARED_WINDOWS}."
+)
 @click.option("--layers", is_flag=True, help="Also find the layers that lose most against --base.")
 @click.option("--backend", type=click.Choice(["reference", "runtime"]),
               help="transformers with decoded weights (the default), or our runtime with its kernels (for --tasks the "
@@ -168,39 +169,20 @@ def _flag(name: str) -> str:
 
 def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[QualityResult, LayerErrors | None]:
     from quantkit.bundled import HELDOUT_TEXT
+    from quantkit.eval.quality.evaluate import evaluate
     from quantkit.eval.quality.layer_errors import layer_errors
-    from quantkit.eval.quality.measure import measure_quality
-    from quantkit.eval.quality.windows import check_source, read_windows
+    from quantkit.eval.quality.windows import read_windows
     from quantkit.reference import load_tokenizer
-    from quantkit.sources import model_folder
 
-    source, window = options["text"] or HELDOUT_TEXT, options["window"]
-    check_source(source)
-    model_folder(base or model)  # what is not there is told before minutes of loading
-    predictor = _load("loading", model, options)
-    windows = read_windows(load_tokenizer(model), source, window=window, max_windows=options["max_windows"])
-    reference = _load("loading base", base, options | {"head_bits": None}) if base else None
-    compared = options["kl_windows"] or _KL_WINDOWS
-    with progress_bar("windows") as advance:
-        result = measure_quality(
-            predictor, windows, reference, base_windows=compared, on_window=advance, seed=options["seed"]
-        )
+    text, compared = options["text"] or HELDOUT_TEXT, options["kl_windows"] or COMPARED_WINDOWS
+    how = {name: options[name] for name in (*_HOW, *_RANKS)}
+    how["activations"] = "exact" if options["exact_activations"] else "served"
+    result = evaluate(model, base, text=text, compared_windows=compared, watch=progress_bar, **how)
     if not (base and options["layers"]):
         return result, None
-    del predictor, reference  # their memory: blocks are loaded one by one
+    windows = read_windows(load_tokenizer(model), text, window=options["window"], max_windows=compared)
     with progress_bar("layers") as advance:
-        return result, layer_errors(base, model, windows.first(compared).ids, options["device"], advance)
-
-
-def _load(label: str, model: str, options: dict[str, Any]) -> Predictor:
-    from quantkit.eval.quality.predictors import load_predictor
-
-    activations = "exact" if options["exact_activations"] else "served"
-    how = {
-        name: options[name] for name in ("backend", "window", "dtype", "device", "step_tokens", "head_bits", *_RANKS)
-    }
-    with progress_bar(label) as advance:
-        return load_predictor(model, **how, activations=activations, on_part=advance)
+        return result, layer_errors(base, model, windows.ids[: result.compared_windows], options["device"], advance)
 
 
 def _print(result: QualityResult, layers: LayerErrors | None, base: str | None) -> None:

@@ -9,6 +9,7 @@ import click
 
 from quantkit.cli.common import print_json, print_table, progress_bar
 from quantkit.errors import QuantkitError
+from quantkit.extras import require
 
 if TYPE_CHECKING:
     from quantkit.eval.behaviour.results import BehaviourResult, MeasureResult
@@ -27,6 +28,7 @@ def evaluate_behaviour(
     as_json: bool,
 ) -> None:
     """Shares of answers, as a table or as JSON. With a gate, what is worse than `base` is an error after the table."""
+    require("quantkit eval --behaviour", "serve")
     from quantkit.eval.behaviour.measure import measure_behaviour
 
     given: dict[str, Any] = {"prompts": behaviour_prompts, "samples": behaviour_samples, "max_tokens": behaviour_tokens}

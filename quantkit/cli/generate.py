@@ -10,7 +10,8 @@ from quantkit.cli.common import json_option, print_json
 from quantkit.cli.engine_options import engine_options, load_llm, sampling_options, sampling_params
 
 if TYPE_CHECKING:
-    from quantkit.runtime.llm import LLM, Generation
+    from quantkit.runtime.llm import LLM
+    from quantkit.runtime.output.answers import Generation
 
 
 @click.command("generate", short_help="Continue a prompt, or answer it with --chat.")

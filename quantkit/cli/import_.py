@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from quantkit.cli.common import json_option, output_option, overwrite_option, print_json, progress_bar
+from quantkit.extras import require
 from quantkit.wording import human_bytes
 
 
@@ -27,6 +28,7 @@ def command(file: str, output: str, dtype: str, overwrite: bool, as_json: bool) 
     quantkit import SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2
     quantkit generate smollm2 "What is a list?" --chat
     """
+    require("quantkit import", "gguf")
     from quantkit.gguf_import import import_gguf
 
     with progress_bar("importing") as advance:

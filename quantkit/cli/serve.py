@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from quantkit.errors import InputError
+from quantkit.extras import require
 from quantkit.runtime.server.models.model_list import load_model_settings
 from quantkit.runtime.server.settings import FLAGS, ServerSettings
 
@@ -73,10 +73,9 @@ def command(models: tuple[str, ...], config: str | None, **flags: Any) -> None:
     """
     given = {name: list(value) or None if isinstance(value, tuple) else value for name, value in flags.items()}
     served = load_model_settings(models, given, config)
-    try:
-        from quantkit.runtime.server.serve import run
-    except ModuleNotFoundError as error:
-        raise InputError(f"the server needs the package '{error.name}'; run: pip install {error.name}") from error
+    require("quantkit serve", "serve", "fastapi", "starlette", "uvicorn", "prometheus_client")
+    from quantkit.runtime.server.serve import run
+
     code = run(served)
     if code:
         raise SystemExit(code)

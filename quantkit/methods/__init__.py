@@ -8,12 +8,12 @@
 
 All but rtn need calibration data. A method neither reads nor writes files and knows no model: it sees the layers that
 share one input, or a whole block, and a `Format`. `method.py` says what it may be asked. To add one: a file with a
-frozen dataclass of its options, a subclass of `Method`; here, or in a package of its own (`registry.py`).
+frozen dataclass of its options, a subclass of `Method`; here, in a package of its own, or in a script (`registry.py`).
 """
 
 from __future__ import annotations
 
 from quantkit.methods.method import Method, needs_data
-from quantkit.methods.registry import METHODS, find_method, method_names, package_of
+from quantkit.methods.registry import METHODS, find_method, method_names, package_of, register
 
-__all__ = ["METHODS", "Method", "find_method", "method_names", "needs_data", "package_of"]
+__all__ = ["METHODS", "Method", "find_method", "method_names", "needs_data", "package_of", "register"]

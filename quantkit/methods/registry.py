@@ -4,6 +4,8 @@ A package registers one in its pyproject.toml, and nothing of it is imported unt
 
     [project.entry-points."quantkit.methods"]
     mine = "my_package.my_method:MyMethod"
+
+A script or a notebook adds one for its own process with `register`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.methods.method import Method
 
 GROUP = "quantkit.methods"  # of entry points, and the name of this package
 OWN_PACKAGE = "quantkit"
+M = TypeVar("M", bound=Method)
 
 
 def _is_method(value: object) -> TypeGuard[type[Method]]:
@@ -42,16 +45,35 @@ def methods_in(folders: Iterable[str], package: str) -> dict[str, type[Method]]:
 
 
 METHODS = methods_in([str(Path(__file__).parent)], GROUP)  # quantkit's own, by name
+_ADDED: dict[str, type[Method]] = {}  # by `register`
+
+
+def register(method: type[M]) -> type[M]:
+    """Makes a method known to the recipes of this process; a decorator. A cell that is run again replaces its own."""
+    if not _is_method(method) or not hasattr(method, "name"):
+        raise InputError(
+            f"{method!r} is no method: it must be a subclass of quantkit.methods.Method with name and round"
+        )
+    before = _ADDED.get(method.name)
+    taken = method_names() if before is None else []
+    if method.name in taken or (before is not None and _place(before) != _place(method)):
+        raise InputError(f"method '{method.name}' is known already; choose another name")
+    _ADDED[method.name] = method
+    return method
+
+
+def _place(method: type[Method]) -> tuple[str, str]:
+    return method.__module__, method.__qualname__
 
 
 def method_names() -> list[str]:
     """What a recipe may ask for."""
-    return sorted({*METHODS, *(each.name for each in _registered())})
+    return sorted({*METHODS, *_ADDED, *(each.name for each in _registered())})
 
 
 def find_method(name: str) -> type[Method]:
     """A method by its name. Refuses unknown names, names that are taken twice, and packages that cannot be loaded."""
-    own, others = METHODS.get(name), [each for each in _registered() if each.name == name]
+    own, others = METHODS.get(name) or _ADDED.get(name), [each for each in _registered() if each.name == name]
     if own is None and not others:
         raise InputError(f"unknown method '{name}'; {did_you_mean(name, method_names())}")
     if len(others) + (own is not None) > 1:

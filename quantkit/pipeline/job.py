@@ -22,8 +22,8 @@ from quantkit.defaults import DEVICE, QUALITY_WINDOWS, SHARD_BYTES, WINDOW
 from quantkit.devices import resolve_device
 from quantkit.errors import InputError
 from quantkit.expert_check import check_experts
+from quantkit.extras import require
 from quantkit.formats import Format, Gguf, Shape
-from quantkit.gguf_export import check_file, exported
 from quantkit.methods import Method, needs_data, package_of
 from quantkit.passes.calibrated import check_folds
 from quantkit.pipeline.gguf_types import by_matrix, outside_formats
@@ -132,8 +132,13 @@ def prepare(
 ) -> Job:
     """Refuses what cannot be done: checks output, device, model, recipe, data and space on the disk; writes nothing."""
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    check = check_file if recipe.writes_gguf else check_output
-    check(Path(output).absolute(), overwrite)
+    if recipe.writes_gguf:
+        require(f"the recipe {recipe.name}", "gguf")
+        from quantkit.gguf_export import check_file, exported
+
+        check_file(Path(output).absolute(), overwrite)
+    else:
+        check_output(Path(output).absolute(), overwrite)
     device = resolve_device(device)
     source = Checkpoint(model_folder(model))
     if source.formats:

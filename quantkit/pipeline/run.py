@@ -15,7 +15,6 @@ from quantkit.formats import Format
 from quantkit.passes import CalibratedPass, QuantizedBlock, QuantizedLayer, round_blocks
 from quantkit.pipeline.allocation import choose_formats, formats_from_record
 from quantkit.pipeline.behind import Behind
-from quantkit.pipeline.gguf_file import write_gguf_file
 from quantkit.pipeline.job import Job, prepare
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.report import LayerReport, QuantizeReport
@@ -60,6 +59,8 @@ def quantize(
         chosen, allocation, watch = _decide(job, journal, on_layer)
         _run(job, chosen, journal, watch)
         if job.recipe.writes_gguf:
+            from quantkit.pipeline.gguf_file import write_gguf_file  # needs an extra
+
             report = write_gguf_file(job, chosen, journal)
         else:
             report = write_checkpoint(job, chosen, journal, allocation=allocation)

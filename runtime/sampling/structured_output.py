@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError, QuantkitError, did_you_mean
+from quantkit.extras import require
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -171,12 +172,7 @@ def check_guide(spec: GuideSpec) -> None:
 
 def import_llguidance() -> None:
     """Raises InputError where the package is missing."""
-    try:
-        import llguidance  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "structured output needs the package llguidance, which is not installed: `pip install llguidance`"
-        ) from error
+    require("structured output", "serve", "llguidance")
 
 
 @dataclass

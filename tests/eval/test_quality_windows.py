@@ -115,7 +115,7 @@ def test_c4_is_read_no_further_than_needed(
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (None, "needs a package: pip install datasets; or download a text and give its path"),
+        (None, "needs datasets; pip install 'quantkit[calibration]'"),
         (Hub([], ConnectionError("no route\nto host")), "cannot be loaded: no route"),
         (Hub([{"text": "short"}]), "less than one window of 1024"),
         (Hub([{"question": "?"}]), "row 1 has no text; or download a text and give its path"),

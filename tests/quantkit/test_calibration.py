@@ -271,9 +271,7 @@ def test_dataset_errors_are_one_line(tokenizer: PreTrainedTokenizerBase, monkeyp
     monkeypatch.setitem(sys.modules, "datasets", Hub([]))
     assert error_of(source, tokenizer) == f"{source} has 0 tokens, less than one window of 8; use a longer text"
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    assert (
-        error_of(source, tokenizer) == f"{source} needs a package: pip install datasets; or give a local .txt or .jsonl"
-    )
+    assert error_of(source, tokenizer) == f"{source} needs datasets; pip install 'quantkit[calibration]'"
 
 
 def test_with_the_real_package(

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.llm import LLM, Generation
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.output.answers import Generation
 from spoiled_logits import KINDS, spoil
 
 pytestmark = pytest.mark.gpu

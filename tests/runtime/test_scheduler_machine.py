@@ -22,7 +22,8 @@ from quantkit.runtime.engine.engine import Engine, Request
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
-from quantkit.runtime.llm import Answer, _generation
+from quantkit.runtime.llm import _generation
+from quantkit.runtime.output.answers import Answer
 from watched_scheduler import WatchedScheduler
 
 prompts = st.builds(

@@ -5,7 +5,9 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 import quantkit
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
-from quantkit.methods import METHODS, Method, find_method, method_names, package_of
+from quantkit.methods import METHODS, Method, find_method, method_names, package_of, register, registry
 from quantkit.methods.registry import methods_in
 from quantkit.recipe import Recipe, load_recipe
 
@@ -54,6 +56,31 @@ def test_a_method_of_another_package_is_found_by_name(toy: Path) -> None:
     assert (package_of("toy-shrink"), package_of("gptq")) == ("quantkit-toy", "quantkit")
     with pytest.raises(InputError, match="did you mean 'toy-shrink'"):
         find_method("toy-shrnk")
+
+
+def test_a_script_registers_a_method_for_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run again, as a cell of a notebook is, it replaces itself and nobody else."""
+    monkeypatch.setattr(registry, "_ADDED", {})
+
+    def cell(name: str = "toy-copy") -> type[Method]:
+        own = name
+
+        @dataclass(frozen=True)
+        class Copy(METHODS["rtn"]):  # type: ignore[misc, valid-type]
+            name: ClassVar[str] = own
+
+        return register(Copy)
+
+    first, second = cell(), cell()
+    assert first is not second
+    assert find_method("toy-copy") is second
+    assert "toy-copy" in method_names()
+    with pytest.raises(InputError, match="method 'gptq' is known already"):
+        cell("gptq")
+    with pytest.raises(InputError, match="'toy-copy' is known already"):
+        register(type("Other", (METHODS["rtn"],), {"name": "toy-copy"}))
+    with pytest.raises(InputError, match="is no method"):
+        register(Method)
 
 
 def test_its_options_are_checked_like_those_of_built_in_methods(load: Callable[..., Recipe]) -> None:

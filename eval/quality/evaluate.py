@@ -1,0 +1,61 @@
+"""`quantkit.evaluate`: a model's quality on a text, by itself or against the model it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from quantkit.bundled import HELDOUT_TEXT
+from quantkit.defaults import COMPARED_WINDOWS, DEVICE, WINDOW
+from quantkit.devices import resolve_device
+from quantkit.eval.quality.measure import QualityResult, measure_quality
+from quantkit.eval.quality.predictors import load_predictor
+from quantkit.eval.quality.windows import check_source, read_windows
+from quantkit.progress import Progress, silent
+from quantkit.reference import load_tokenizer
+from quantkit.sources import model_folder
+
+Watch = Callable[[str], AbstractContextManager[Progress]]  # a name -> what shows how far it is
+
+
+def _unwatched(name: str) -> AbstractContextManager[Progress]:
+    return nullcontext(silent)
+
+
+def evaluate(
+    model: str | Path,
+    base: str | Path | None = None,
+    *,
+    text: str | Path = HELDOUT_TEXT,
+    window: int = WINDOW,
+    max_windows: int | None = None,
+    compared_windows: int = COMPARED_WINDOWS,
+    device: str = DEVICE,
+    seed: int = 0,
+    watch: Watch = _unwatched,
+    head_bits: int | None = None,
+    **how: Any,
+) -> QualityResult:
+    """Perplexity of a model, quantized or not, with 95 % intervals; with `base` also how far their predictions differ.
+
+    `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
+    the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
+    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone.
+    """
+    check_source(text)
+    device = resolve_device(device)
+    for one in (model, base or model):
+        model_folder(one)  # what is not there is told before minutes of loading
+    with watch("loading") as advance:
+        predictor = load_predictor(model, window=window, device=device, head_bits=head_bits, on_part=advance, **how)
+    windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows)
+    reference = None
+    if base is not None:
+        with watch("loading base") as advance:
+            reference = load_predictor(base, window=window, device=device, on_part=advance, **how)
+    with watch("windows") as advance:
+        return measure_quality(
+            predictor, windows, reference, base_windows=compared_windows, on_window=advance, seed=seed
+        )
