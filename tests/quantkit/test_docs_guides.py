@@ -23,6 +23,7 @@ from guide_blocks import NAMES, RUN, Block, blocks, scripts
 from pages import PAGES, ROOT, assert_close, words
 from quantkit.arch import FAMILIES
 from quantkit.eval.interop import rows
+from quantkit.extras import EXTRAS
 from quantkit.runtime.server.settings import ServerSettings
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -223,6 +224,14 @@ def test_checkpoints_that_vllm_loaded_have_rows() -> None:
     named = set(re.findall(r"`([\w.-]+)`", said[2]))
     assert len(named) > 5
     assert named <= ran
+
+
+def test_the_page_about_installing_has_every_extra() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    said = re.findall(r"^\| `pip install (?:-e )?'\.\[(\w+)\]'`", PAGES["docs/start/install.md"], re.MULTILINE)
+    assert set(said) == {*EXTRAS, "all", "dev"}
+    assert set(said) <= extras
 
 
 def test_other_numbers_and_words_would_be_seen() -> None:
