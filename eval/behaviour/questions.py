@@ -35,7 +35,9 @@ def questions_of(
     A model without a chat template is asked in plain text, unless `need_template` forbids that.
     """
     if tokenizer is None:
-        raise InputError("behaviour shows in texts, but this model folder has no tokenizer; copy the original model's")
+        raise InputError(
+            "behaviour is measured on texts, and this model folder has no tokenizer; copy the original model's"
+        )
     if need_template and not tokenizer.chat_template:
         raise InputError("this model has no chat template; without --chat-template it is asked in plain text")
     knows_tools = template_knows_tools(tokenizer)

@@ -1,4 +1,4 @@
-"""Where the damage is: the error that every linear adds, and what has piled up behind every block.
+"""Where the damage is: the error that every linear adds, and what has piled up after every block.
 
 Local: both blocks start from the hidden states of the unquantized model, and so does each stage of them. A linear's
 error is ||y_q - y|| / ||y|| over all tokens, where y is the original's output, and y_q the quantized one's on the same

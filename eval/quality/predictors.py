@@ -132,10 +132,12 @@ def load_predictor(
         if head_bits is not None:
             raise InputError(f"head_bits is {head_bits}, but the reference keeps the output layer; use backend runtime")
         if tensor_parallel > 1 or pipeline_parallel > 1:
-            raise InputError("tensor_parallel and pipeline_parallel are the runtime's; use backend runtime")
+            raise InputError("tensor_parallel and pipeline_parallel need backend runtime")
         return _load_reference(model, window, dtype or "float32", device, activations, on_part)
     if activations != "served":
-        raise InputError("the runtime serves, it cannot leave activations exact; use backend reference")
+        raise InputError(
+            "the runtime always rounds activations as it serves them; use backend reference for exact ones"
+        )
     more = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel, "head_bits": head_bits}
     more |= {"pipeline_parallel": pipeline_parallel}
     return _load_runtime(model, window, dtype, device, step_tokens, more, on_part)

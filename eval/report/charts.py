@@ -90,7 +90,7 @@ def _blocks(comparison: Comparison) -> _Plan | None:
     if drawn is None:
         return None
     caption = (
-        "How far the hidden states have moved from the original's behind each block, in percent of their length: "
+        "How far the hidden states have moved from the original's after each block, in percent of their length: "
         "errors of earlier blocks included."
     )
     return _Plan("layers", "Damage by layer", caption, _heat([drawn]))

@@ -49,9 +49,9 @@ class HeatMap:
 
 
 def block_map(comparison: Comparison) -> HeatMap | None:
-    """What has piled up behind every block, a row for each format."""
+    """What has piled up after every block, a row for each format."""
     rows = tuple((name, damage.blocks) for name, damage in _damaged(comparison))
-    return HeatMap("Error behind each block", rows) if rows else None
+    return HeatMap("Error after each block", rows) if rows else None
 
 
 def linear_maps(comparison: Comparison) -> list[HeatMap]:

@@ -30,13 +30,13 @@ class EngineModel(TemplateLM):  # type: ignore[misc]
     def __init__(self, llm: LLM, *, on_item: Progress = silent) -> None:
         super().__init__()
         if llm.tokenizer is None:
-            raise InputError("tasks are texts, but this model folder has no tokenizer; copy it from the original model")
+            raise InputError("tasks are texts, and this model folder has no tokenizer; copy it from the original model")
         self.llm = llm
         self.tokenizer: Any = llm.tokenizer
         self.truncated = 0
         self._on_item = on_item
         if self.prefix_token_id is None:
-            raise InputError("this model's tokenizer names neither a first nor a last token, one of which tasks need")
+            raise InputError("this model's tokenizer has neither a begin nor an end token, and tasks need one of them")
 
     @property
     def device(self) -> torch.device:

@@ -54,7 +54,7 @@ def run_tasks(
     setting = Setting(model_name(model), backend, device, dtype, limit, fewshot, chat_template, seed)
     _check(setting)
     if backend == "reference" and several:
-        raise InputError("tensor_parallel and pipeline_parallel are the runtime's; use backend runtime")
+        raise InputError("tensor_parallel and pipeline_parallel need backend runtime")
     from quantkit.eval.tasks.catalog import find_tasks
 
     with _quiet():

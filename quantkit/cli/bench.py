@@ -52,7 +52,7 @@ command.add_command(step_command)
 @click.option("--m", "tokens", default="1,16,256", show_default=True, metavar="N", help="Numbers of tokens.")
 @click.option("--shape", "shapes", multiple=True, metavar="S", help=_SHAPES)
 @click.option("--against", multiple=True, metavar="PEER", help=_PEERS)
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of activations: bfloat16 or float16.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of activations: bfloat16 or float16.")
 @click.option("--repeat", type=click.IntRange(min=1), metavar="N", help="Timings per number; default: 20, on a CPU 5.")
 @device_option
 @click.option(
@@ -60,7 +60,7 @@ command.add_command(step_command)
 )
 @click.option("--explain", is_flag=True, help="Say which kernel was chosen, and why.")
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/kernels.csv.")
-@click.option("--no-save", is_flag=True, help="Append to no file.")
+@click.option("--no-save", is_flag=True, help="Do not append to a file.")
 @json_option
 def kernels(
     formats: tuple[str, ...],
@@ -164,12 +164,16 @@ def _numbers(text: str) -> list[int]:
 @click.option("--format", "formats", multiple=True, metavar="F", help=_SHAPE_FORMATS)
 @click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Concurrent requests.")
 @click.option("--prompt-len", type=click.IntRange(min=1), help="Default: 128, for 256 requests and more 512.")
-@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
-@click.option("--seed", default=0, show_default=True, help="Of the prompts' random tokens.")
-@click.option("--no-tables", is_flag=True, help="Kernels as estimated, as if this GPU had never been measured.")
-@click.option("--zero-weights", is_flag=True, help="Of a shape: zeros, on which a GPU draws less power and is faster.")
+@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Tokens per answer.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the prompts' random tokens.")
+@click.option("--no-tables", is_flag=True, help="Take estimated kernels, as if this GPU had never been measured.")
+@click.option(
+    "--zero-weights",
+    is_flag=True,
+    help="Of a shape: zeros as weights, with which a GPU draws less power and is faster.",
+)
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/engine.csv.")
-@click.option("--no-save", is_flag=True, help="Append to no file.")
+@click.option("--no-save", is_flag=True, help="Do not append to a file.")
 @engine_options
 @json_option
 def engine(

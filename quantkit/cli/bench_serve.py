@@ -27,26 +27,32 @@ _GOODPUT = "Limits of a good answer: ttft, tpot, itl, e2e."
 
 
 @click.command("serve", short_help="Time a server: any that speaks OpenAI's HTTP interface.")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of the server.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
 @click.option("--model", metavar="NAME", help="Default: the first that the server lists.")
 @click.option("--endpoint", type=click.Choice(["chat", "completions"]), default="chat", show_default=True)
-@click.option("--concurrency", metavar="N", help=f"Streams at once; default: {_DEFAULT_CONCURRENCY}.")
+@click.option("--concurrency", metavar="N", help=f"Concurrent streams; default: {_DEFAULT_CONCURRENCY}.")
 @click.option("--rate", metavar="R", help="Instead: requests per second, at random times (Poisson).")
-@click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Of each load; default: 4 for each stream.")
-@click.option("--seconds", type=float, metavar="S", help="Instead: begin no request after so long.")
-@click.option("--ramp-up", default=0.0, metavar="S", help="Begin the streams one by one over S seconds, then count.")
+@click.option(
+    "--requests", type=click.IntRange(min=1), metavar="N", help="Requests per load; default: 4 for each stream."
+)
+@click.option("--seconds", type=float, metavar="S", help="Instead: start no request after this long.")
+@click.option("--ramp-up", default=0.0, metavar="S", help="Start the streams one by one over S seconds, then count.")
 @click.option("--prompt-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
-@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Of every answer.")
-@click.option("--vary", default=0.0, metavar="SHARE", help="Answers up to this share longer or shorter, such as 0.5.")
+@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Tokens per answer.")
+@click.option(
+    "--vary", default=0.0, metavar="SHARE", help="Make answers up to this share longer or shorter, such as 0.5."
+)
 @click.option("--prompts", type=Path, metavar="FILE", help=_PROMPTS)
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, metavar="KEY", help="Sent as a bearer token.")
-@click.option("--seed", default=0, show_default=True, help="Of prompts and arrivals.")
+@click.option("--seed", default=0, show_default=True, help="Seed of prompts and arrivals.")
 @click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Ask for answers of full length.")
 @click.option("--goodput", metavar="MS", help=f"{_GOODPUT} Such as ttft=250,itl=50,e2e=10000.")
-@click.option("--timeout", default=600.0, show_default=True, metavar="S", help="Of one request, in seconds.")
-@click.option("--warm-up", type=click.IntRange(min=0), metavar="N", help="Requests before a load; default: 1 a stream.")
+@click.option("--timeout", default=600.0, show_default=True, metavar="S", help="Seconds that one request may take.")
+@click.option(
+    "--warm-up", type=click.IntRange(min=0), metavar="N", help="Requests before a load; default: 1 per stream."
+)
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/serve.csv.")
-@click.option("--no-save", is_flag=True, help="Append to no file.")
+@click.option("--no-save", is_flag=True, help="Do not append to a file.")
 @click.option("--plot", type=Path, metavar="FILE", help="Draw the waiting times: .svg or .html.")
 @json_option
 def serve_command(output: Path | None, no_save: bool, plot: Path | None, as_json: bool, **options: Any) -> None:

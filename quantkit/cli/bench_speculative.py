@@ -38,24 +38,24 @@ Number = TypeVar("Number", int, float)
 @click.argument("model")
 @click.option("--draft", metavar="MODEL", help="Guess with this model; guesses are right by chance (--acceptance).")
 @click.option("--acceptance", metavar="A", help=f"Chances that a guess is right; default: {_CHANCES}.")
-@click.option("--k", metavar="N", help=f"Guesses of a step; default: {_GUESSES}.")
+@click.option("--k", metavar="N", help=f"Guesses per step; default: {_GUESSES}.")
 @click.option("--adaptive", is_flag=True, help="With --draft: up to k guesses, as many as pay; else always k.")
 @click.option("--speculative", "ways", multiple=True, metavar="HOW", help="Real guesses instead; may be repeated.")
-@click.option("--text", metavar="FILE", help="To cut prompts from; default: heldout, the text that ships.")
-@click.option("--temperature", type=float, metavar="T", help="Of answers to the text; default: 0, greedy.")
-@click.option("--prompts", type=click.IntRange(min=1), metavar="N", help=f"From the text; default: {_PROMPTS}.")
+@click.option("--text", metavar="FILE", help="Text to cut prompts from; default: the held-out text that ships.")
+@click.option("--temperature", type=float, metavar="T", help="Temperature of the answers; default: 0, greedy.")
+@click.option("--prompts", type=click.IntRange(min=1), metavar="N", help=f"Prompts from the text; default: {_PROMPTS}.")
 @click.option("--batch", default="1", show_default=True, metavar="N", help="Concurrent requests.")
 @click.option("--prompt-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
-@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of every answer.")
-@click.option(
-    "--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="The median of so many counts."
-)
+@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Tokens per answer.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Rounds; their median counts.")
 @device_option
-@click.option("--dtype", help="Of activations; default: the checkpoint's own, on a CPU float32.")
-@click.option("--kv-dtype", default="auto", show_default=True, help="Of the cache: auto (as activations) or fp8.")
-@click.option("--memory-share", default=0.9, show_default=True, help="Of the GPU's memory that may be used.")
+@click.option("--dtype", help="Dtype of activations; default: the checkpoint's, on a CPU float32.")
+@click.option(
+    "--kv-dtype", default="auto", show_default=True, help="Dtype of the KV cache: auto (as activations) or fp8."
+)
+@click.option("--memory-share", default=0.9, show_default=True, help="Share of the GPU's memory to use.")
 @click.option("--output", type=Path, metavar="FILE", help=_OUTPUT)
-@click.option("--no-save", is_flag=True, help="Append to no file.")
+@click.option("--no-save", is_flag=True, help="Do not append to a file.")
 @json_option
 def speculative_command(
     model: str,

@@ -25,10 +25,12 @@ _COUNT = click.IntRange(min=1)
 @click.option("--shape", metavar="S", help=f"A model's shape with random weights; default: {_SHAPE}.")
 @click.option("--format", "format_name", metavar="F", help=f"Of a shape; default: {_FORMAT}.")
 @click.option("--batch", default=1, show_default=True, type=_COUNT, metavar="N", help="Concurrent requests.")
-@click.option("--context", default=256, show_default=True, type=_COUNT, metavar="N", help="Tokens of each, about.")
-@click.option("--steps", default=20, show_default=True, type=_COUNT, metavar="N", help="Under the profiler.")
+@click.option(
+    "--context", default=256, show_default=True, type=_COUNT, metavar="N", help="Tokens of each request, about."
+)
+@click.option("--steps", default=20, show_default=True, type=_COUNT, metavar="N", help="Steps under the profiler.")
 @click.option("--output", type=Path, metavar="FILE", help="CSV to append to; in a checkout: eval/results/step.csv.")
-@click.option("--no-save", is_flag=True, help="Append to no file.")
+@click.option("--no-save", is_flag=True, help="Do not append to a file.")
 @engine_options
 @json_option
 def step_command(

@@ -26,22 +26,39 @@ _CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 
 @click.command("compare", short_help="Quality, speed and memory of every format, in one report.")
 @click.argument("model")
-@click.option("-r", "--recipe", "recipes", multiple=True, metavar="RECIPE", help="May be given several times.")
-@click.option("-c", "--checkpoint", "checkpoints", multiple=True, metavar="DIR", help="Also this one, made elsewhere.")
+@click.option(
+    "-r", "--recipe", "recipes", multiple=True, metavar="RECIPE", help="Recipe to compare; may be given several times."
+)
+@click.option(
+    "-c",
+    "--checkpoint",
+    "checkpoints",
+    multiple=True,
+    metavar="DIR",
+    help="Also compare this checkpoint, made elsewhere.",
+)
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder of the report; run again to go on.")
 @click.option("--text", metavar="FILE", help="Quality: a text, wikitext2 or c4; default: the held-out text that ships.")
-@click.option("--windows", default=32, show_default=True, type=click.IntRange(min=1), help="Of text, for quality.")
-@click.option("--window", default=WINDOW, show_default=True, type=click.IntRange(min=2), help="Tokens of a window.")
+@click.option(
+    "--windows",
+    default=32,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Windows of text to measure quality on.",
+)
+@click.option("--window", default=WINDOW, show_default=True, type=click.IntRange(min=2), help="Tokens per window.")
 @click.option("--calibration", metavar="SOURCE", help="As --text of `quantkit quantize`, for all recipes alike.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
-@click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens of a calibration sequence.")
+@click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens per calibration sequence.")
 @click.option(
     "--batch", metavar="N,...", help=f"Concurrent requests; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}."
 )
-@click.option("--new-tokens", type=click.IntRange(min=2), metavar="N", help="Of an answer: 256, on a CPU 32.")
+@click.option(
+    "--new-tokens", type=click.IntRange(min=2), metavar="N", help="Tokens per answer; default: 256, on a CPU 32."
+)
 @click.option("--no-reference", is_flag=True, help="Measure quality on quantkit's runtime only, not on transformers.")
 @device_option
-@click.option("--seed", default=0, show_default=True, help="Of calibration, prompts and intervals.")
+@click.option("--seed", default=0, show_default=True, help="Seed of calibration, prompts and intervals.")
 @json_option
 def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **options: Any) -> None:
     """Quantize MODEL by every recipe, measure each the same way, and write report.html.

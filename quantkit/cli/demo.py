@@ -12,7 +12,13 @@ SAMPLES = 32  # calibration sequences: a quarter of the usual, so that minutes a
 
 @click.command("demo", short_help="Compare several formats of the bundled model: one report.")
 @click.option("-o", "--output", default="demo-output", show_default=True, metavar="DIR", help="Folder for the results.")
-@click.option("--windows", default=16, show_default=True, type=click.IntRange(min=1), help="Of text, for quality.")
+@click.option(
+    "--windows",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Windows of text to measure quality on.",
+)
 @device_option
 @json_option
 def command(output: str, windows: int, device: str, as_json: bool) -> None:

@@ -13,17 +13,21 @@ _Command = Callable[..., Any]
 
 _ENGINE = (
     device_option,
-    click.option("--dtype", help="Of activations; default: the checkpoint's own, on a CPU float32."),
+    click.option("--dtype", help="Dtype of activations; default: the checkpoint's, on a CPU float32."),
     click.option("--max-context", type=int, metavar="N", help="Tokens of prompt and answer; default: the model's."),
-    click.option("--max-sequences", type=int, metavar="N", help="Answered at once; default: 256, on a CPU 16."),
-    click.option("--step-tokens", type=int, metavar="N", help="Most tokens of one step; default: 8192, on a CPU 512."),
-    click.option("--kv-dtype", default="auto", show_default=True, help="Of the cache: auto (as activations) or fp8."),
-    click.option("--head-bits", type=int, metavar="8|4", help="Round the output layer to so many bits when loading."),
+    click.option("--max-sequences", type=int, metavar="N", help="Most concurrent answers; default: 256, on a CPU 16."),
+    click.option("--step-tokens", type=int, metavar="N", help="Most tokens in one step; default: 8192, on a CPU 512."),
+    click.option(
+        "--kv-dtype", default="auto", show_default=True, help="Dtype of the KV cache: auto (as activations) or fp8."
+    ),
+    click.option(
+        "--head-bits", type=int, metavar="8|4", help="Round the output layer to this many bits while loading."
+    ),
     click.option("--kv-tokens", type=int, metavar="N", help="Tokens in the cache; default: what memory allows."),
     click.option(
         "--speculative",
         metavar="HOW",
-        help="Guess tokens, verify several at once: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH.",
+        help="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH.",
     ),
     click.option(
         "--tensor-parallel", default=1, show_default=True, metavar="N", help="GPUs among which every layer is divided."
@@ -44,16 +48,20 @@ _ENGINE = (
         "--micro-batches",
         type=int,
         metavar="N",
-        help="Steps on their way through the stages at once; default: one for each stage.",
+        help="Steps in flight through the stages; default: one for each stage.",
     ),
-    click.option("--memory-share", default=0.9, show_default=True, help="Of the GPU's memory that may be used."),
+    click.option("--memory-share", default=0.9, show_default=True, help="Share of the GPU's memory to use."),
 )
 _SAMPLING = (
     click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="New tokens at most."),
     click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-p", default=1.0, show_default=True, help="Most probable tokens up to this mass."),
-    click.option("--top-k", default=0, show_default=True, help="The k most probable tokens; 0: all."),
-    click.option("--min-p", default=0.0, show_default=True, help="Tokens this probable, relative to the best."),
+    click.option(
+        "--top-p", default=1.0, show_default=True, help="Sample from the most probable tokens up to this total."
+    ),
+    click.option("--top-k", default=0, show_default=True, help="Sample from the k most probable tokens; 0: all."),
+    click.option(
+        "--min-p", default=0.0, show_default=True, help="Sample from tokens this probable, relative to the best."
+    ),
     click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: fewer repetitions."),
     click.option("--seed", default=0, show_default=True, help="For sampling."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),

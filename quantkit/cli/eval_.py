@@ -50,7 +50,7 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
               help="Runtime, with --tensor-parallel: divide the experts of a layer among the GPUs.")  # fmt: skip
 @click.option("--pipeline-parallel", default=1, show_default=True, metavar="N",
               help="Runtime: stages of consecutive blocks, each on GPUs of its own.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Of the intervals' resampling.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the intervals' resampling.")
 @click.option("--tasks", metavar="NAMES", help="Run these lm-eval tasks instead, separated by commas.")
 @click.option("--limit", type=_COUNT, metavar="N", help="Tasks: the first N items of each.")
 @click.option("--fewshot", type=click.IntRange(min=0), metavar="N", help="Tasks: examples before each question.")
@@ -198,7 +198,7 @@ def _print(result: QualityResult, layers: LayerErrors | None, base: str | None) 
             (str(one.layer), one.linear, f"{one.error:.4f}", f"{layers.blocks[one.layer]:.4f}")
             for one in layers.worst(_WORST)
         ]
-        columns = ("layer", "linear", "its own relative error", "accumulated behind the block")
+        columns = ("layer", "linear", "its own relative error", "accumulated after the block")
         print_table("Where most is lost", columns, rows)
     meaning = "one window: not enough windows for intervals"
     if result.windows > 1:

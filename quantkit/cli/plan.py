@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from quantkit.eval.plan.question import Question
     from quantkit.runtime.model.ranks import Ranks
 
-_KV = "Of the cache: auto is 16 bit."
+_KV = "Dtype of the KV cache; auto: 16 bits."
 _RECIPES = "Recipes to plan for, comma-separated names or YAML files; bf16 is always there. Default: eight of them."
 _GPU = "Such as h100 or rtx4090; default: the one here, else all of them for memory and an H200 for speed."
 _TENSOR = "Plan for ranks that cut every layer; one number or several, such as 2,4,8."
 _PIPELINE = "Plan for stages of consecutive layers; one number or several."
 _LINK = "Between GPUs: nvlink, pcie, pcie4, GB/s each way, or GB/s:us of a hop.  [default: nvlink,pcie]"
-_NEW = "Of the context, those of the answer, for costs; default: 256, at most half of it."
+_NEW = "Tokens of the answer, for costs; default: 256, at most half of the context."
 _EXPERTS = "With --tensor-parallel: ranks divide the experts of a layer; models with experts need it."
 _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 
@@ -38,7 +38,9 @@ _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 @click.option("--new-tokens", type=int, metavar="N", help=_NEW)
 @click.option("--batch", default="1,8,32,128", show_default=True, metavar="LIST", help="Concurrent requests.")
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8"]), help=_KV)
-@click.option("--price-per-hour", type=float, metavar="P", help="Of the GPU, in any currency: adds estimated costs.")
+@click.option(
+    "--price-per-hour", type=float, metavar="P", help="Price of the GPU, in any currency; adds estimated costs."
+)
 @click.option("--efficiency", default=1.0, show_default=True, metavar="X", help=_EFFICIENCY)
 @click.option("--tensor-parallel", metavar="LIST", help=_TENSOR)
 @click.option("--expert-parallel", is_flag=True, help=_EXPERTS)

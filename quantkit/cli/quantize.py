@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     help="Windows of held-out text to measure the result on; 0: do not measure.",
 )
 @click.option("--shard-size", default=SHARD_MB, show_default=True, metavar="MB", help="Largest weight file to write.")
-@click.option("--dry-run", is_flag=True, help="Only print what would be done, what it needs, and who loads the result.")
+@click.option(
+    "--dry-run", is_flag=True, help="Only print what would be done, what it needs, and which engines load the result."
+)
 @click.option("--restart", is_flag=True, help="Throw away what an interrupted run has finished.")
 @overwrite_option
 @json_option

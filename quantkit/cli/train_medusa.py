@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "--self-generated", default=0, show_default=True, metavar="N", help="Train on N sampled answers of MODEL, too."
 )
 @click.option("--epochs", default=3, show_default=True, metavar="N", help="Passes over the text.")
-@click.option("--seed", default=0, show_default=True, metavar="N", help="Of samples and of their order.")
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of samples and their order.")
 @device_option
 @json_option
 def command(

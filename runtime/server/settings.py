@@ -77,10 +77,10 @@ class ServerSettings(BaseModel):
         default_factory=list, description="Name of the model in the API; default: the hub name, or that of the folder."
     )
     api_keys_file: str | None = Field(
-        None, description="File with one `name: key` a line; without it (and QUANTKIT_API_KEYS) anybody may ask."
+        None, description="File with one `name: key` per line; without it (and QUANTKIT_API_KEYS) anybody may ask."
     )
     rate_limit_requests_per_minute: int | None = Field(
-        None, ge=1, description="Requests a minute for each API key, or each address where there are no keys."
+        None, ge=1, description="Requests per minute for each API key, or each address where there are no keys."
     )
     max_queue: int = Field(256, ge=1, description="Requests that may wait for the engine; more are refused with 429.")
     max_request_bytes: int = Field(8 << 20, ge=1024, description="Largest body of a request.")
@@ -96,7 +96,7 @@ class ServerSettings(BaseModel):
     )
     max_connections: int = Field(2048, ge=1, description="Open connections; more are refused with 503.")
     log_prompts: bool = Field(False, description="Write prompts into the log; they may hold private text.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level to log.")
     tls_certfile: str | None = Field(None, description="Certificate chain (PEM), to serve https.")
     tls_keyfile: str | None = Field(None, description="Private key of the certificate (PEM).")
     drain_seconds: float = Field(
@@ -113,19 +113,21 @@ class ServerSettings(BaseModel):
     )
     device: str = Field("auto", description=f"{NAMES}.")
     dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
-        None, description="Of activations; default: the checkpoint's own, on a CPU float32."
+        None, description="Dtype of activations; default: the checkpoint's, on a CPU float32."
     )
     max_context: int | None = Field(None, ge=1, description="Tokens of prompt and answer; default: the model's.")
-    max_sequences: int | None = Field(None, ge=1, description="Answered at once; default: 256, on a CPU 16.")
-    step_tokens: int | None = Field(None, ge=1, description="Most tokens of one step; default: 8192, on a CPU 512.")
-    kv_dtype: Literal["auto", "fp8"] = Field("auto", description="Of the cache: as activations, or fp8.")
-    head_bits: Literal[8, 4] | None = Field(None, description="Bits of the output layer, rounded when it is loaded.")
+    max_sequences: int | None = Field(None, ge=1, description="Most concurrent answers; default: 256, on a CPU 16.")
+    step_tokens: int | None = Field(None, ge=1, description="Most tokens in one step; default: 8192, on a CPU 512.")
+    kv_dtype: Literal["auto", "fp8"] = Field("auto", description="Dtype of the KV cache: auto (as activations) or fp8.")
+    head_bits: Literal[8, 4] | None = Field(None, description="Round the output layer to this many bits while loading.")
     kv_tokens: int | None = Field(None, ge=1, description="Tokens in the cache; default: what memory allows.")
-    memory_share: float = Field(0.9, ge=0.05, le=0.98, description="Of the GPU's memory that may be used.")
+    memory_share: float = Field(0.9, ge=0.05, le=0.98, description="Share of the GPU's memory to use.")
     cache_split: str | None = Field(
         None, description="How several models divide what memory is left for caches, as a=60,b=40; default: evenly."
     )
-    swap_gib: float = Field(0.0, ge=0, lt=1e6, description="Host memory for requests that must give way; 0: none.")
+    swap_gib: float = Field(
+        0.0, ge=0, lt=1e6, description="Host memory in GiB for requests that are preempted; 0: none."
+    )
     share_prefixes: bool = Field(True, description="Requests with the same beginning share its cache pages.")
     tensor_parallel: int = Field(1, ge=1, le=1024, description="GPUs among which every layer is divided.")
     expert_parallel: bool = Field(
@@ -135,10 +137,10 @@ class ServerSettings(BaseModel):
         1, ge=1, le=1024, description="Stages of consecutive blocks, each on GPUs of its own."
     )
     micro_batches: int | None = Field(
-        None, ge=1, description="Steps on their way through the stages at once; default: one for each stage."
+        None, ge=1, description="Steps in flight through the stages; default: one for each stage."
     )
     speculative: str | None = Field(
-        None, min_length=1, description="Guess tokens: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH."
+        None, min_length=1, description="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH."
     )
     warm_up: bool = Field(
         True, description="Compile kernels and capture graphs for every load before the first request."
@@ -245,7 +247,9 @@ def merge_settings(
     if environment.get(KEYS_VARIABLE) and "api_keys_file" not in given:
         merged |= {"api_keys": parse_api_keys(environment[KEYS_VARIABLE]), "api_keys_file": None}
     if "model" not in merged:
-        raise InputError("no model; say `quantkit serve MODEL`, or `model: ...` in the file of --config")
+        raise InputError(
+            "no model is named; run `quantkit serve MODEL`, or write `model: ...` into the file of --config"
+        )
     try:
         return ServerSettings.model_validate(merged)
     except ValidationError as failure:

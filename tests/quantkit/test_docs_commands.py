@@ -1,11 +1,13 @@
 """Commands as the pages show them: all can be parsed, and what is said of all of them is true."""
 
+import importlib
+import re
 from collections.abc import Iterator
 
 import click
 import pytest
 
-from pages import PAGES, bare_commands, commands, quantkit_arguments
+from pages import PAGES, ROOT, bare_commands, commands, quantkit_arguments
 from quantkit.cli import cli
 
 WITHOUT_JSON = {"chat", "serve"}  # they talk until somebody ends them; a server's log is JSON anyway
@@ -47,6 +49,27 @@ def test_commands_of_the_pages_have_options_that_exist(page: str, line: str) -> 
         assert found is not None, f"{page}: {line}"
         command = found
     command.make_context(line, arguments)
+
+
+def test_the_reference_of_the_site_has_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/tools/command_pages.py writes it when the site is built."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "tools")
+    written = importlib.import_module("command_pages").command_reference()
+    sections = dict(re.findall(r"^## quantkit (.+?)\n(.*?)(?=^## |\Z)", written, re.DOTALL | re.MULTILINE))
+    found = dict(leaves(cli))
+    assert set(sections) == set(found)
+    for name, command in found.items():
+        options = [option for option in command.params if isinstance(option, click.Option)]
+        assert len(options) == len(re.findall(r"^\| `-", sections[name], re.MULTILINE)), name
+        assert all(f"`{flag}`" in sections[name] for option in options for flag in option.opts), name
+
+
+def test_the_reference_of_the_site_has_every_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "tools")
+    written = importlib.import_module("command_pages").recipe_table()
+    assert set(re.findall(r"^\| `(.+?)` \|", written, re.MULTILINE)) == {
+        file.stem for file in (ROOT / "recipes").glob("*.yaml")
+    }
 
 
 def test_a_wrong_option_would_be_seen() -> None:

@@ -20,9 +20,10 @@ import pytest
 import yaml
 
 from guide_blocks import NAMES, RUN, Block, blocks, scripts
-from pages import PAGES, ROOT, not_printed
+from pages import PAGES, ROOT, assert_close, words
 from quantkit.arch import FAMILIES
 from quantkit.eval.interop import rows
+from quantkit.extras import EXTRAS
 from quantkit.runtime.server.settings import ServerSettings
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -115,14 +116,21 @@ class Page:
         return re.sub(r"(?<![\w-])demo(?![\w-])", "demo-draft", text) if self.less else text
 
     def compare(self, shown: str, printed: str) -> None:
-        """To the letter, but for numbers, which depend on the machine in their last digits."""
+        """Words to the letter, numbers closely; a line `...` stands for lines that are left out."""
         if not self.less:
-            piece = not_printed(_without_numbers(shown), _without_numbers(printed))
-            assert piece is None, f"{self.name} shows what is not printed:\n{piece}\nbut:\n{printed}"
+            assert_shown(shown, printed)
 
 
-def _without_numbers(text: str) -> str:
-    return re.sub(r" *\d[\d,]*(?:\.\d+)?", " #", text)
+def assert_shown(shown: str, printed: str) -> None:
+    lines, at = printed.splitlines(), 0
+    for piece in shown.strip("\n").removesuffix("\n...").split("\n...\n"):
+        length = len(piece.splitlines())
+        places = [
+            place for place in range(at, len(lines)) if words("\n".join(lines[place : place + length])) == words(piece)
+        ]
+        assert places, f"not printed:\n{piece}\nbut:\n{printed}"
+        at = places[0] + length
+        assert_close(piece, "\n".join(lines[places[0] : at]))
 
 
 def free_port() -> int:
@@ -216,6 +224,23 @@ def test_checkpoints_that_vllm_loaded_have_rows() -> None:
     named = set(re.findall(r"`([\w.-]+)`", said[2]))
     assert len(named) > 5
     assert named <= ran
+
+
+def test_the_page_about_installing_has_every_extra() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    said = re.findall(r"^\| `pip install (?:-e )?'\.\[(\w+)\]'`", PAGES["docs/start/install.md"], re.MULTILINE)
+    assert set(said) == {*EXTRAS, "all", "dev"}
+    assert set(said) <= extras
+
+
+def test_other_numbers_and_words_would_be_seen() -> None:
+    printed = "loss 1.00 of 2,000\nmore\nperplexity 16.40\n"
+    assert_shown("loss 1.01 of 2,000\n...\nperplexity 16.41\n", printed)
+    assert_shown("loss 1.01 of 2,000\n...\n", printed)
+    for other in ("loss 1.2 of 2,000", "lost 1.00 of 2,000", "perplexity 16.40\n...\nmore", "perplexity 16.60\n..."):
+        with pytest.raises(AssertionError):
+            assert_shown(other, printed)
 
 
 def test_lines_of_the_shell_stay_together() -> None:

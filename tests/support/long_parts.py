@@ -56,7 +56,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/notebooks/test_notebooks.py": 75,
     "tests/quantkit/test_auto_bits_quality.py": 85,
     "tests/quantkit/test_calibrated_quality.py": 200,
-    "tests/quantkit/test_docs_guides.py": 300,
+    "tests/quantkit/test_docs_guides.py": 500,
     "tests/quantkit/test_experts_quality.py": 120,
     "tests/quantkit/test_pipeline.py": 6,
     "tests/quantkit/test_sensitivity.py": 23,

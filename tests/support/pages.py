@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 _READ = (
     *(ROOT / name for name in ("README.md", "runtime/README.md", "kernels/README.md")),
@@ -15,6 +17,9 @@ PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for
 LEFT_OUT = "..."  # a line that stands for output not shown
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<lines>.*?)^```$", re.DOTALL | re.MULTILINE)
 _REMARK = re.compile(r"\s+# .*")
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+CLOSE = 0.08  # of a number: a search that rounds otherwise may choose other scales for a layer
+SURE = 0.005  # of a perplexity
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,19 @@ def not_printed(shown: str, printed: str) -> str | None:
             return piece
         at = places[0] + len(wanted)
     return None
+
+
+def assert_close(shown: str, printed: str) -> None:
+    """Line by line the same words, and numbers that differ by no more than CLOSE, or SURE."""
+    for expected, found in zip(shown.splitlines(), printed.splitlines(), strict=True):
+        assert _NUMBER.sub("#", found).split() == _NUMBER.sub("#", expected).split()
+        numbers = [[float(one.replace(",", "")) for one in _NUMBER.findall(line)] for line in (expected, found)]
+        assert numbers[1] == pytest.approx(numbers[0], rel=SURE if "perplexity" in expected else CLOSE), found
+
+
+def words(text: str) -> list[list[str]]:
+    """Line by line, without the numbers."""
+    return [_NUMBER.sub("#", line).split() for line in text.splitlines()]
 
 
 def _blocks() -> Iterator[tuple[str, str]]:

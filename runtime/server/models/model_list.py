@@ -95,7 +95,7 @@ def _named(arguments: Sequence[str]) -> dict[str, str]:
             raise InputError(f"'{argument}' has no name; write each of several models as NAME=MODEL, such as a=demo")
         _check_name(name, f"'{argument}'")
         if not model:
-            raise InputError(f"'{argument}' has no model behind the =; write NAME=MODEL, such as {name}=demo")
+            raise InputError(f"'{argument}' has no model after the =; write NAME=MODEL, such as {name}=demo")
         if name in found:
             raise InputError(f"the name '{name}' is given twice, to '{found[name]}' and '{model}'; each needs its own")
         found[name] = model

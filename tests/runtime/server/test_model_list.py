@@ -62,7 +62,7 @@ def test_the_file_gives_each_model_its_own_settings(config: Callable[[str], Path
     [
         (("a=demo", "a=demo-draft"), {}, "the name 'a' is given twice, to 'demo' and 'demo-draft'"),
         (("a=demo", "demo-draft"), {}, "'demo-draft' has no name; write each of several models as NAME=MODEL"),
-        (("a=demo", "b="), {}, "'b=' has no model behind the ="),
+        (("a=demo", "b="), {}, "'b=' has no model after the ="),
         (("a=demo", "=demo"), {}, "a name of a model must be letters"),
         (("a=demo", "b,c=demo"), {}, "a name of a model must be letters"),
         (("a=demo", "b=demo"), {"served_model_name": ["x"]}, "leave served_model_name out"),
