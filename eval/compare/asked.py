@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from quantkit.defaults import QUALITY_WINDOWS
 from quantkit.eval.engine.run import Load
 from quantkit.eval.shapes import PLAIN_SHAPES
 
@@ -30,6 +31,8 @@ class Asked:
     device: str  # cpu or cuda
     reference: bool  # whether quality is measured on transformers too
     seed: int = 0
+    card_windows: int = QUALITY_WINDOWS  # of text that `quantize` measures for the model card; no more than `windows`
+    layers: bool = True  # whether errors of single layers are looked for
 
     @property
     def of_shape(self) -> bool:

@@ -32,7 +32,7 @@ def _lines(asked: Asked, entry: Entry, output: Path) -> Iterator[list[str]]:
         yield ["quantize", asked.model, "-r", entry.source, "-o", folder, "--overwrite", *_quantizing(asked)]
     for backend in ("runtime", "reference") if asked.reference else ("runtime",):
         yield ["eval", folder, "--backend", backend, *_quality(asked, entry, asked.windows)]
-    if entry.kind != "baseline":
+    if entry.kind != "baseline" and asked.layers:
         yield ["eval", folder, "--layers", *_quality(asked, entry, min(LAYER_WINDOWS, asked.windows))]
     yield from _speed(asked, [folder])
 
@@ -40,8 +40,9 @@ def _lines(asked: Asked, entry: Entry, output: Path) -> Iterator[list[str]]:
 def _quantizing(asked: Asked) -> list[str]:
     given = {"--text": asked.calibration_text, "--samples": asked.samples, "--seq-len": asked.seq_len}
     given |= {"--seed": asked.seed, "--device": asked.device}
-    if asked.windows < QUALITY_WINDOWS:
-        given["--quality-windows"] = asked.windows
+    card_windows = min(asked.card_windows, asked.windows)
+    if card_windows != QUALITY_WINDOWS:
+        given["--quality-windows"] = card_windows
     return [word for name, value in given.items() if value is not None for word in (name, str(value))]
 
 

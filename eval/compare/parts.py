@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.calibration import Calibration
-from quantkit.defaults import QUALITY_WINDOWS
 from quantkit.eval.compare.asked import LAYER_WINDOWS, SAMPLE_ANSWER, SAMPLE_PROMPT, SAMPLES, Asked, Entry
 from quantkit.eval.compare.engine_setup import engine_options
 from quantkit.eval.compare.results import FormatResult, LayerDamage, Making, Running, Sample, Size, Speed
@@ -24,7 +23,7 @@ from quantkit.eval.engine.start import peak_memory, start_checkpoint, start_shap
 from quantkit.eval.quality.bootstrap import Interval
 from quantkit.eval.quality.layer_errors import layer_errors
 from quantkit.eval.quality.measure import QualityResult, measure_quality
-from quantkit.eval.quality.predictors import load_predictor
+from quantkit.eval.quality.predictors import Predictor, RememberedPredictor, load_predictor
 from quantkit.eval.quality.windows import Windows, read_windows
 from quantkit.inspection import inspect_checkpoint
 from quantkit.pipeline import quantize
@@ -46,6 +45,16 @@ class Bench:
     entry: Entry
     output: Path  # of the comparison
     on_item: Progress = silent
+    bases: dict[str, Predictor] | None = None  # backend -> the unquantized model, kept for the formats that follow
+
+    def base(self, backend: str) -> Predictor:
+        """The unquantized model."""
+        if self.bases is not None and backend in self.bases:
+            return self.bases[backend]
+        base = load_predictor(self.asked.model, backend, window=self.asked.window, device=self.asked.device)
+        if self.bases is None:
+            return base
+        return self.bases.setdefault(backend, RememberedPredictor(base))
 
     @property
     def checkpoint(self) -> str:
@@ -86,6 +95,7 @@ def parts_of(asked: Asked, entry: Entry) -> list[Part]:
     left_out = {"quantize"} if entry.kind == "checkpoint" else set()
     left_out |= {"quantize", "layers"} if entry.kind == "baseline" else set()
     left_out |= set() if asked.reference else {"reference"}
+    left_out |= set() if asked.layers else {"layers"}
     return [part for part in parts if part.name not in left_out]
 
 
@@ -103,7 +113,7 @@ def make(bench: Bench, result: FormatResult) -> FormatResult:
             calibration=calibration,
             device=asked.device,
             overwrite=True,
-            quality_windows=min(QUALITY_WINDOWS, asked.windows),
+            quality_windows=min(asked.card_windows, asked.windows),
             on_layer=bench.on_item,
         )
         seconds = time.perf_counter() - begin
@@ -127,10 +137,10 @@ def judge_reference(bench: Bench, result: FormatResult) -> FormatResult:
 
 def _quality(bench: Bench, backend: str) -> QualityResult:
     asked = bench.asked
-    model = load_predictor(bench.checkpoint, backend, window=asked.window, device=asked.device)
+    base = bench.base(backend)
     if bench.entry.kind == "baseline":
-        return _against_itself(measure_quality(model, bench.windows, on_window=bench.on_item, seed=asked.seed))
-    base = load_predictor(asked.model, backend, window=asked.window, device=asked.device)
+        return _against_itself(measure_quality(base, bench.windows, on_window=bench.on_item, seed=asked.seed))
+    model = load_predictor(bench.checkpoint, backend, window=asked.window, device=asked.device)
     return measure_quality(model, bench.windows, base, on_window=bench.on_item, seed=asked.seed)
 
 

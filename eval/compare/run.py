@@ -18,14 +18,16 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.eval.compare.asked import Asked, Entry
 from quantkit.eval.compare.commands import commands_of
+from quantkit.eval.compare.forecast import START
 from quantkit.eval.compare.machine import describe_machine
 from quantkit.eval.compare.parts import parts_of
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.compare.shape import entry_format
 from quantkit.eval.compare.store import Store, store_of
-from quantkit.eval.compare.worker import Job
+from quantkit.eval.compare.worker import Job, work
 from quantkit.eval.plan.model import read_model
 from quantkit.eval.plan.source import find_config
+from quantkit.eval.quality.predictors import Predictor
 from quantkit.eval.quality.windows import check_source, read_windows
 from quantkit.eval.shapes import SHAPES
 from quantkit.provenance import Provenance, provenance_of
@@ -90,16 +92,22 @@ def compare(
     output: Path,
     command: str,
     *,
+    in_one_process: bool = False,
     on_part: OnPart = lambda name, part: None,
     on_format: OnFormat = lambda found, total: None,
 ) -> Comparison:
-    """Measures what is missing in `output` and gives everything. Call `check` first."""
+    """Measures what is missing in `output` and gives everything. Call `check` first.
+
+    `in_one_process`: all formats in this process, which computes the unquantized model once and starts at once; for
+    small models on a CPU.
+    """
     machine = describe_machine(asked.device)
     output.mkdir(parents=True, exist_ok=True)
     results = []
+    run = _runner_here() if in_one_process else _run_process
     for entry in entries:
         store = store_of(output, asked, entry, machine.device)
-        found = _measured(asked, entry, store, output, on_part)
+        found = _measured(asked, entry, store, output, on_part, run)
         commands, provenance = commands_of(asked, entry, output), _provenance(asked, entry, output)
         results.append(replace(found, commands=commands, provenance=provenance))
         on_format(results[-1], len(entries))
@@ -127,18 +135,30 @@ def _provenance(asked: Asked, entry: Entry, output: Path) -> Provenance | None:
     return provenance_of(folder, asked.model)
 
 
-def _measured(asked: Asked, entry: Entry, store: Store, output: Path, on_part: OnPart) -> FormatResult:
-    """From disk where it is complete; else its process is run."""
+def _measured(
+    asked: Asked, entry: Entry, store: Store, output: Path, on_part: OnPart, run: Callable[[Job, OnPart], str]
+) -> FormatResult:
+    """From disk where it is complete; else it is run."""
     known = store.read()
     if known is not None and known.error is None and all(part.done(known) for part in parts_of(asked, entry)):
         return known
-    on_part(entry.name, "starting")
-    ended = _run_process(Job(asked, entry, str(output), store.key, str(store.file)), on_part)
+    on_part(entry.name, START)
+    ended = run(Job(asked, entry, str(output), store.key, str(store.file)), on_part)
     found = store.read() or FormatResult(entry.name, "", entry.kind == "baseline")
     if ended and found.error is None:
         found = replace(found, error=ended)
         store.write(found)
     return found
+
+
+def _runner_here() -> Callable[[Job, OnPart], str]:
+    bases: dict[str, Predictor] = {}
+
+    def run(job: Job, on_part: OnPart) -> str:
+        work(job, lambda item, total: on_part(job.entry.name, item), bases)
+        return ""
+
+    return run
 
 
 def _run_process(job: Job, on_part: OnPart) -> str:

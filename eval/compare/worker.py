@@ -20,6 +20,8 @@ from quantkit.eval.compare.asked import Asked, Entry
 from quantkit.eval.compare.parts import Bench, parts_of
 from quantkit.eval.compare.results import FormatResult
 from quantkit.eval.compare.store import Store
+from quantkit.eval.quality.predictors import Predictor
+from quantkit.progress import Progress
 
 _SECONDS_BETWEEN_LINES = 0.1
 
@@ -42,31 +44,36 @@ class Job:
         return cls(**(given | {"asked": Asked.from_dict(given["asked"]), "entry": Entry(**given["entry"])}))
 
 
+def print_line(item: str, total: int) -> None:
+    print(json.dumps([item, total]), flush=True)
+
+
 class _Teller:
     """Progress of the running part, not more often than anybody reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Progress) -> None:
         self.part = ""
+        self._tell = tell
         self._last = 0.0
 
     def __call__(self, item: str, total: int) -> None:
         if time.monotonic() - self._last > _SECONDS_BETWEEN_LINES:
             self._last = time.monotonic()
-            print(json.dumps([f"{self.part}: {item}", total]), flush=True)
+            self._tell(f"{self.part}: {item}", total)
 
 
-def work(job: Job) -> FormatResult:
-    """Every part that is missing. What goes wrong is part of the result."""
+def work(job: Job, tell: Progress = print_line, bases: dict[str, Predictor] | None = None) -> FormatResult:
+    """Every part that is missing. What goes wrong is part of the result. `bases`: see `Bench`."""
     store, asked, entry = Store(Path(job.file), job.key), job.asked, job.entry
     fresh = FormatResult(entry.name, "", entry.kind == "baseline")
     result = replace(store.read() or fresh, error=None)
-    teller = _Teller()
-    bench = Bench(asked, entry, Path(job.output), on_item=teller)
+    teller = _Teller(tell)
+    bench = Bench(asked, entry, Path(job.output), on_item=teller, bases=bases)
     for part in parts_of(asked, entry):
         if part.done(result):
             continue
         teller.part = part.name
-        print(json.dumps([part.name, 0]), flush=True)
+        tell(part.name, 0)
         try:
             result = part.run(bench, result)
         except QuantkitError as error:

@@ -6,7 +6,7 @@ runtime     our decoder with its kernels and its paged cache: what is served
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -103,6 +103,31 @@ class RuntimePredictor:
         if self.engine.options.head_bits is not None:
             detail += f", head {self.engine.options.head_bits} bit"
         return Arithmetic("runtime", dtype, str(self.engine.runner.device), detail)
+
+
+@dataclass(frozen=True, eq=False)
+class RememberedPredictor:
+    """Another predictor that computes no window twice. It holds the logits of all of them: for small models."""
+
+    predictor: Predictor
+    known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # by the ids of a window
+
+    @property
+    def folder(self) -> Path:
+        return self.predictor.folder
+
+    @property
+    def vocab_size(self) -> int:
+        return self.predictor.vocab_size
+
+    def logits(self, ids: Tensor) -> Tensor:
+        key = tuple(ids.tolist())
+        if key not in self.known:
+            self.known[key] = self.predictor.logits(ids)
+        return self.known[key]
+
+    def describe(self) -> Arithmetic:
+        return self.predictor.describe()
 
 
 def load_predictor(

@@ -2,10 +2,11 @@
 
 A format is acceptable when its perplexity is at most `ACCEPTABLE_RATIO` times the unquantized model's and its KL
 divergence at most `ACCEPTABLE_KL`, both with the upper end of their 95 % interval: a good mean of few windows is no
-promise, and perplexity alone forgives changes that happen to help. Smallest: the fewest bytes of the acceptable
-quantized formats. Fastest: the most tokens per second for the fewest requests at once that were measured, of all
-acceptable formats, the unquantized one too. Best quality: the least KL divergence of the acceptable quantized formats
-that save at least `WORTHWHILE_SAVING` of the bytes. Two formats differ in quality where the paired difference of
+promise, and perplexity alone forgives changes that happen to help. Best quality: the least KL divergence of the
+acceptable quantized formats that save at least `WORTHWHILE_SAVING` of the bytes. Smallest: the fewest bytes of the
+acceptable quantized formats. Fastest: the most tokens per second for the fewest requests at once that were measured, of
+all acceptable formats, the unquantized one too; on a CPU only where a quantized one is clearly faster, since nobody
+quantizes for the speed of a CPU that gains none. Two formats differ in quality where the paired difference of
 their KL divergence over the same windows is clear (`same_quality`). A format that failed is never recommended. Where
 quality was not measured, everything counts as acceptable (`sentences.py` says so).
 """
@@ -23,7 +24,7 @@ ACCEPTABLE_RATIO = 1.05
 ACCEPTABLE_KL = 0.05  # nats per token: about the logarithm of that ratio, so that neither limit makes the other idle
 WORTHWHILE_SAVING = 0.25
 SAME_SPEED = 0.05  # speeds are measured once, so they have no interval: what is closer than this is a tie
-SMALLEST, FASTEST, BEST = NEEDS = ("smallest", "fastest", "best quality")
+BEST, SMALLEST, FASTEST = NEEDS = ("best quality", "smallest", "fastest")
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def choose(comparison: Comparison) -> Choice:
     acceptable = [found for found in whole if not measured or is_acceptable(found)]
     batch = first_batch(acceptable)
     picks = (
-        _smallest([found for found in acceptable if not found.baseline]),
-        _fastest(acceptable, batch),
         _best(comparison, acceptable),
+        _smallest([found for found in acceptable if not found.baseline]),
+        _fastest(comparison, acceptable, batch),
     )
     return Choice(
         picks=picks,
@@ -83,11 +84,11 @@ def rules() -> tuple[str, ...]:
         f"Acceptable: perplexity at most {limit} above the unquantized model's, and KL divergence at most "
         f"{ACCEPTABLE_KL:g} nats per token. The upper ends of both 95 % intervals must keep the limits; one window has "
         "no interval, and its values count.",
-        "Smallest: the fewest bytes among acceptable quantized formats.",
-        "Fastest: the most tokens per second at the smallest batch that was measured, among acceptable formats and the "
-        "unquantized model.",
         f"Best quality: the least KL divergence among acceptable quantized formats that save at least {saving} of the "
         "bytes.",
+        "Smallest: the fewest bytes among acceptable quantized formats.",
+        "Fastest: the most tokens per second at the smallest batch that was measured, among acceptable formats and the "
+        "unquantized model; on a CPU only where a quantized format is faster than the unquantized model.",
         "A tie in quality: the paired difference of KL divergence, window by window over the same windows, has an "
         "interval that holds 0. Results that were stored without numbers by window tie where their intervals overlap.",
         f"A tie in speed: less than {tie} apart, since each load was timed once.",
@@ -136,15 +137,18 @@ def _smallest(formats: Sequence[FormatResult]) -> Pick:
     return _pick(SMALLEST, sized, lambda found: found.size.bytes if found.size else 0, lambda one, other: False)
 
 
-def _fastest(formats: Sequence[FormatResult], batch: int | None) -> Pick:
+def _fastest(comparison: Comparison, formats: Sequence[FormatResult], batch: int | None) -> Pick:
     def rate(found: FormatResult) -> float:
         speed = speed_at(found, batch)
         return speed.tokens_per_second if speed else 0.0
 
     timed = [found for found in formats if rate(found) > 0]
-    return _pick(
+    pick = _pick(
         FASTEST, timed, lambda found: -rate(found), lambda one, other: rate(other) > (1 - SAME_SPEED) * rate(one)
     )
+    base = comparison.baseline.name if comparison.baseline else None
+    gains = comparison.machine.gpu or base not in (pick.format, *pick.ties)
+    return pick if gains else Pick(FASTEST, None)
 
 
 def _best(comparison: Comparison, formats: Sequence[FormatResult]) -> Pick:

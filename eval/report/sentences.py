@@ -97,10 +97,17 @@ def _doubts(comparison: Comparison, choice: Choice) -> Iterator[str]:
     yield from _missing(choice)
     yield from _unsure(comparison, choice)
     if choice.batch is not None and not comparison.machine.gpu:
-        yield "speeds are this CPU's and say nothing about a GPU"
+        yield _cpu_words(comparison, choice)
     if choice.failed:
         whose = "the reason stands" if len(choice.failed) == 1 else "the reasons stand"
         yield f"{listed(choice.failed)} failed, {whose} in the table"
+
+
+def _cpu_words(comparison: Comparison, choice: Choice) -> str:
+    if choice.pick(FASTEST).format is not None or comparison.baseline is None:
+        return "speeds are this CPU's and say nothing about a GPU"
+    base = comparison.baseline.name
+    return f"on this CPU no acceptable format is clearly faster than {base}, which says nothing about a GPU"
 
 
 def _limit_words(comparison: Comparison, choice: Choice) -> str:

@@ -119,7 +119,7 @@ def _reference_model(model: str | Path, device: str, dtype: str | None) -> Any:
 
 
 def _evaluate(lm: Any, names: list[str], catalog: Any, setting: Setting, with_samples: bool) -> dict[str, Any]:
-    from lm_eval import simple_evaluate
+    from lm_eval import simple_evaluate  # type: ignore[import-untyped]
 
     found: dict[str, Any] = simple_evaluate(
         model=lm,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.common import device_option, json_option, print_json, print_table
-from quantkit.defaults import DEVICE, WINDOW
+from quantkit.cli.comparison_bar import ComparisonBar
+from quantkit.defaults import DEVICE, QUALITY_WINDOWS, WINDOW
 from quantkit.errors import InputError, QuantkitError
 from quantkit.extras import require
 from quantkit.wording import human_bytes
@@ -18,6 +19,7 @@ from quantkit.wording import human_bytes
 if TYPE_CHECKING:
     from quantkit.eval.compare.asked import Asked
     from quantkit.eval.compare.results import Comparison, FormatResult
+    from quantkit.eval.quality.bootstrap import Interval
 
 DEFAULT_RECIPES = ("llm-int8", "fp8", "nf4", "gptq-w4g128", "awq-w4g128", "gptq-w3g128")
 _CPU_BATCHES, _GPU_BATCHES = "1,4", "1,8,32,256"
@@ -90,9 +92,15 @@ def run_comparison(model: str, recipes: Sequence[str], output: str, options: dic
     asked = _asked(model, options)
     entries = entries_of(asked, recipes, options.get("checkpoints", ()))
     check(asked, entries)
-    with _Bar(len(entries)) as bar:
+    with ComparisonBar(asked, entries) as bar:
         comparison = compare(
-            asked, entries, Path(output), _again(), on_part=bar.part, on_format=lambda found, total: bar.done(found)
+            asked,
+            entries,
+            Path(output),
+            _again(),
+            in_one_process=options.get("in_one_process", False),
+            on_part=bar.part,
+            on_format=lambda found, total: bar.done(found),
         )
     return comparison, write_report(comparison, Path(output))
 
@@ -119,6 +127,8 @@ def _asked(model: str, options: dict[str, Any]) -> Asked:
         device=device,
         reference=not options.get("no_reference", False),
         seed=options.get("seed", 0),
+        card_windows=options.get("card_windows", QUALITY_WINDOWS),
+        layers=options.get("layers", True),
     )
 
 
@@ -136,40 +146,6 @@ def _again() -> str:
     return shlex.join(["quantkit", *sys.argv[1:]])
 
 
-class _Bar:
-    """A bar on stderr that names the format and what is being measured; quiet where nobody watches."""
-
-    def __init__(self, formats: int) -> None:
-        from rich import progress as bars
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        columns = (
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.MofNCompleteColumn(),
-            bars.TimeElapsedColumn(),
-            bars.TextColumn("[dim]{task.fields[part]}"),
-        )
-        self._progress = bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("formats", total=formats, part="")
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def part(self, name: str, part: str) -> None:
-        self._progress.update(self._task, part=f"{name}: {part}")
-
-    def done(self, found: FormatResult) -> None:
-        self._progress.update(self._task, advance=1, part="")
-        if found.error:
-            self._progress.console.print(f"{found.name} failed: {found.error}", style="red", highlight=False)
-
-
 def as_report_json(comparison: Comparison) -> dict[str, Any]:
     """What report.json holds."""
     from quantkit.eval.report.verdict import judge
@@ -184,7 +160,8 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
     batches = sorted({speed.batch for found in comparison.formats if found.running for speed in found.running.speeds})
     columns = ["format", "bytes", "bits/weight", "perplexity", "change", "KL", *(f"tokens/s x{n}" for n in batches)]
     rows = [[found.name, *_cells(found, batches)] for found in comparison.formats]
-    print_table(f"{comparison.model} on {comparison.machine.device}", columns, rows)
+    footer = "±: half of the 95 % interval" if any("±" in cell for row in rows for cell in row) else ""
+    print_table(f"{comparison.model} on {comparison.machine.device}", columns, rows, footer)
     for found in comparison.formats:
         if found.error:
             click.echo(f"{found.name} failed: {found.error}")
@@ -204,10 +181,17 @@ def _cells(found: FormatResult, batches: Sequence[int]) -> list[str]:
         human_bytes(size.bytes) if size else "-",
         f"{size.bits_per_weight:.2f}" if size else "-",
         f"{quality.perplexity.value:.3f}" if quality else "-",
-        f"{100 * (ratio.value - 1):+.2f} %" if ratio else "-",
-        f"{kl.value:.4f}" if kl else "-",
+        f"{100 * (ratio.value - 1):+.2f}{_doubt(ratio, '.2f', 100)} %" if ratio else "-",
+        f"{kl.value:.4f}{_doubt(kl, '.4f')}" if kl else "-",
         *(speeds.get(batch, "-") for batch in batches),
     ]
+
+
+def _doubt(value: Interval, digits: str, scale: float = 1) -> str:
+    """Half of the 95 % interval; nothing where one window cannot tell."""
+    if value.low is None or value.high is None:
+        return ""
+    return f" ±{scale * (value.high - value.low) / 2:{digits}}"
 
 
 def refuse_if_all_failed(comparison: Comparison) -> None:

@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.eval.compare import run as compare_run
 from quantkit.eval.compare.asked import Asked
+from quantkit.eval.compare.forecast import steps_of
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.compare.run import check, compare, entries_of
 from quantkit.eval.compare.worker import Job, work
 from quantkit.eval.quality.measure import QualityResult
+from quantkit.eval.quality.predictors import Arithmetic, RememberedPredictor
 from quantkit.eval.report.sources import source_lines
 from quantkit.sources import model_folder
 
@@ -123,6 +127,44 @@ def test_the_commands_repeat_the_numbers(whole: tuple[Path, Comparison], run_cli
     assert quality is not None
     assert measured["perplexity"]["value"] == pytest.approx(quality.perplexity.value)
     assert measured["kl"] == pytest.approx(quality.to_dict()["kl"])
+
+
+def test_one_process_measures_the_same(whole: tuple[Path, Comparison], tmp_path: Path) -> None:
+    """All formats in this process, the unquantized model computed once; parts are told as they begin."""
+    told: list[tuple[str, str]] = []
+    asked = asked_for(card_windows=0, layers=False)
+    watch = {"on_part": lambda name, part: told.append((name, part)), "in_one_process": True}
+    found = run(asked, tmp_path / "out", "nf4", "rtn-w3g128", **watch)
+    assert [one.error for one in found.formats] == [None] * 3
+    for one, other in zip(found.formats, whole[1].formats, strict=True):
+        assert one.quality == other.quality
+        assert one.samples == other.samples
+        assert (one.damage, one.reference_quality) == (None, None)
+    begun = [one for one in told if ": " not in one[1]]
+    assert begun == steps_of(asked, entries_of(asked, ("nf4", "rtn-w3g128"), ()))
+    assert "--quality-windows 0" in found.formats[1].commands[0]
+    assert not any("--layers" in line for line in found.formats[1].commands)
+
+
+def test_a_remembered_predictor_computes_a_window_once() -> None:
+    class Counting:
+        folder, vocab_size, asked = Path("model"), 7, 0
+
+        def logits(self, ids: Tensor) -> Tensor:
+            self.asked += 1
+            return ids[:-1, None].float().repeat(1, 7)
+
+        def describe(self) -> Arithmetic:
+            return Arithmetic("runtime", "float32", "cpu", "counted")
+
+    counting = Counting()
+    remembered = RememberedPredictor(counting)
+    first, second = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
+    for ids in (first, second, first.clone(), second):
+        assert torch.equal(remembered.logits(ids), ids[:-1, None].float().repeat(1, 7))
+    assert counting.asked == 2
+    assert (remembered.folder, remembered.vocab_size) == (Path("model"), 7)
+    assert str(remembered.describe()) == "runtime: counted, float32 on cpu"
 
 
 @pytest.mark.long

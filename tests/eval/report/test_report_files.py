@@ -84,7 +84,7 @@ def test_numbers_come_back(name: str, written: Written, variants: Variants) -> N
     stored = json.loads((written(name) / "report.json").read_text(encoding="utf-8"))
     assert Comparison.from_dict(stored) == variants(name)
     assert len(stored["verdict"]["sentences"]) == 2
-    assert [pick["need"] for pick in stored["verdict"]["picks"]] == ["smallest", "fastest", "best quality"]
+    assert [pick["need"] for pick in stored["verdict"]["picks"]] == ["best quality", "smallest", "fastest"]
 
 
 def test_hostile_names_stay_text(written: Written, variants: Variants) -> None:

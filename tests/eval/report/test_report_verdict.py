@@ -33,8 +33,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None]
     "one format for each need": (
         {"base": BASE, "int8": INT8, "int4": INT4, "bad": BAD},
         ("int4", "int4", "int8"),
-        ["For the smallest model and the fastest answers at batch 1 take int4 (110 B, 28 % of base; 180 tokens/s, 1.80",
-         "for the best quality take int8 (KL divergence 0.00100, perplexity +0.20 %)",
+        ["For the best quality take int8 (KL divergence 0.00100, perplexity +0.20 %), and for the smallest model",
+         "and the fastest answers at batch 1 take int4 (110 B, 28 % of base; 180 tokens/s, 1.80",
          "at most 5 % more perplexity than base and at most 0.05 nats of KL divergence, with the upper ends",
          "which bad misses"],
     ),
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str | None, str | None, str | None]
     "without speeds": (
         {"base": BASE | {"rate": None}, "int4": INT4 | {"rate": None}},
         ("int4", None, "int4"),
-        ["speed was not measured", "For the smallest model and the best quality take int4"],
+        ["speed was not measured", "For the best quality and the smallest model take int4"],
     ),
     "the smallest batch that was measured": (
         {"base": BASE | {"batch": 4}, "int4": INT4 | {"batch": 4}},
@@ -165,7 +165,7 @@ def test_picks_follow_the_rules_and_the_sentences_say_so(case: str, comparing: C
     formats, expected, said = CASES[case]
     comparison = comparing(**formats)
     verdict = judge(comparison)
-    assert tuple(verdict.pick(need).format for need in NEEDS) == expected
+    assert tuple(verdict.pick(need).format for need in (SMALLEST, FASTEST, BEST)) == expected
     sentences = " ".join(verdict.sentences)
     for words in said:
         assert words in sentences
@@ -184,7 +184,7 @@ def test_one_window_is_no_ground_for_an_order(comparing: Callable[..., Compariso
 
 
 def test_order_of_needs() -> None:
-    assert NEEDS == (SMALLEST, FASTEST, BEST) == ("smallest", "fastest", "best quality")
+    assert NEEDS == (BEST, SMALLEST, FASTEST) == ("best quality", "smallest", "fastest")
 
 
 def test_a_cpu_says_that_its_speeds_are_a_cpus(comparing: Callable[..., Comparison]) -> None:
@@ -192,6 +192,20 @@ def test_a_cpu_says_that_its_speeds_are_a_cpus(comparing: Callable[..., Comparis
     for gpu in (True, False):
         comparison = comparing(gpu=gpu, base=BASE, int4=INT4)
         assert (words in judge(comparison).sentences[1]) is not gpu
+
+
+@pytest.mark.parametrize(("rate", "named"), [(90.0, False), (104.0, False), (106.0, True)])
+def test_a_cpu_names_a_format_for_speed_only_where_it_gains(
+    rate: float, named: bool, comparing: Callable[..., Comparison]
+) -> None:
+    """A tie with the unquantized model is no gain. A GPU names the fastest in any case."""
+    formats = {"base": BASE, "int4": INT4 | {"rate": rate}}
+    verdict = judge(comparing(gpu=False, **formats))
+    assert verdict.pick(FASTEST).format == ("int4" if named else None)
+    words = "on this CPU no acceptable format is clearly faster than base, which says nothing about a GPU"
+    assert (words in " ".join(verdict.sentences)) is not named
+    assert ("fastest answers" in verdict.sentences[0]) is named
+    assert judge(comparing(gpu=True, **formats)).pick(FASTEST).format == ("int4" if rate > 100 else "base")
 
 
 @pytest.mark.parametrize("name", ["full", "cpu", "shape", "single", "no-speeds", "failed", "empty", "hostile"])
@@ -207,7 +221,7 @@ def test_always_two_sentences(name: str, variants: Callable[[str], Comparison]) 
 
 def test_of_the_whole_fixture(full: Comparison) -> None:
     verdict = judge(full)
-    assert [pick.format for pick in verdict.picks] == ["gptq-w4g128", "gptq-w4g128", "llm-int8"]
+    assert [pick.format for pick in verdict.picks] == ["llm-int8", "gptq-w4g128", "gptq-w4g128"]
     assert verdict.pick(FASTEST).ties == ("awq-w4g128",)
     assert verdict.unacceptable == ("nf4", "gptq-w3g128", "rtn-w2g64")
     assert verdict.failed == ("fp8",)
