@@ -27,7 +27,12 @@ QUICK = Size(("llm-int8", "nf4", "rtn-w3g128"), 2, 8, 256, layers=False)  # noth
 @click.command("demo", short_help="Compare several formats of the bundled model: one report.")
 @click.option("-o", "--output", default="demo-output", show_default=True, metavar="DIR", help="Folder for the results.")
 @click.option("--quick", is_flag=True, help="Three formats that are quick to make, less text: a minute on two cores.")
-@click.option("--windows", type=click.IntRange(min=1), metavar="N", help="Windows of text to measure quality on: 16, or 8 with --quick.")
+@click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Windows of text to measure quality on: 16, or 8 with --quick.",
+)
 @device_option
 @json_option
 def command(output: str, quick: bool, windows: int | None, device: str, as_json: bool) -> None:
