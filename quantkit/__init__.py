@@ -2,6 +2,7 @@
 
 quantkit.quantize(model, recipe, output)   write a quantized checkpoint; quantkit.Calibration says from which text
 quantkit.evaluate(model, base)             perplexity, KL divergence and agreement, with intervals
+quantkit.compare(model, recipes, output)   every format of a model: quality, speed, memory, and a report
 quantkit.load_reference(path)              any supported checkpoint as a transformers model with decoded weights
 quantkit.LLM(path).generate(prompts)       answers of the engine, on a GPU or a CPU; quantkit.SamplingParams says how
 quantkit.AsyncLLM(path)                    the same for an event loop: many requests at once, streamed
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.calibration import Calibration
+    from quantkit.eval.compare.public import compare
     from quantkit.eval.quality.evaluate import evaluate
     from quantkit.pipeline import quantize
     from quantkit.reference import load_reference
@@ -28,11 +30,22 @@ _LAZY = {  # so that --help needs no torch
     "GuideSpec": "quantkit.runtime.sampling.structured_output",
     "LLM": "quantkit.runtime.llm",
     "SamplingParams": "quantkit.runtime.core.sampling_params",
+    "compare": "quantkit.eval.compare.public",
     "evaluate": "quantkit.eval.quality.evaluate",
     "load_reference": "quantkit.reference",
     "quantize": "quantkit.pipeline",
 }
-__all__ = ["LLM", "AsyncLLM", "Calibration", "GuideSpec", "SamplingParams", "evaluate", "load_reference", "quantize"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Calibration",
+    "GuideSpec",
+    "SamplingParams",
+    "compare",
+    "evaluate",
+    "load_reference",
+    "quantize",
+]
 
 
 def __getattr__(name: str) -> Any:

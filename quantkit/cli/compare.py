@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +11,14 @@ import click
 
 from quantkit.cli.common import device_option, json_option, print_json, print_table
 from quantkit.cli.comparison_bar import ComparisonBar
-from quantkit.defaults import DEVICE, QUALITY_WINDOWS, WINDOW
+from quantkit.defaults import WINDOW
 from quantkit.errors import InputError, QuantkitError
 from quantkit.extras import require
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.eval.compare.asked import Asked
     from quantkit.eval.compare.results import Comparison, FormatResult
     from quantkit.eval.quality.bootstrap import Interval
-
-DEFAULT_RECIPES = ("llm-int8", "fp8", "nf4", "gptq-w4g128", "awq-w4g128", "gptq-w3g128")
-_CPU_BATCHES, _GPU_BATCHES = "1,4", "1,8,32,256"
-_CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 
 
 @click.command("compare", short_help="Quality, speed and memory of every format, in one report.")
@@ -52,9 +47,7 @@ _CPU_TOKENS, _GPU_TOKENS = (32, 32), (128, 256)  # of prompts and answers
 @click.option("--calibration", metavar="SOURCE", help="As --text of `quantkit quantize`, for all recipes alike.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
 @click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens per calibration sequence.")
-@click.option(
-    "--batch", metavar="N,...", help=f"Concurrent requests; default: {_GPU_BATCHES}, on a CPU {_CPU_BATCHES}."
-)
+@click.option("--batch", metavar="N,...", help="Concurrent requests; default: 1,8,32,256, on a CPU 1,4.")
 @click.option(
     "--new-tokens", type=click.IntRange(min=2), metavar="N", help="Tokens per answer; default: 256, on a CPU 32."
 )
@@ -75,7 +68,9 @@ def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **
     is kept: the same command goes on where it was. The folder holds report.html (works offline), report.md,
     report.json, charts as PNG, and the checkpoints.
     """
-    comparison, page = run_comparison(model, recipes or DEFAULT_RECIPES, output, options)
+    options["reference"] = not options.pop("no_reference")
+    options["batches"] = _batches(options.pop("batch"))
+    comparison, page = run_comparison(model, recipes, output, options)
     if as_json:
         print_json(as_report_json(comparison))
     else:
@@ -83,58 +78,24 @@ def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **
     refuse_if_all_failed(comparison)
 
 
-def run_comparison(model: str, recipes: Sequence[str], output: str, options: dict[str, Any]) -> tuple[Comparison, Path]:
-    """Measures and writes the report; its page comes back too."""
+def run_comparison(
+    model: str, recipes: Sequence[str], output: str, options: Mapping[str, Any]
+) -> tuple[Comparison, Path]:
+    """Measures and writes the report; its page comes back too. `options` are those of `quantkit.compare`; None says
+    nothing, and so do no recipes."""
     require("a report", "report")
-    from quantkit.eval.compare.run import check, compare, entries_of
-    from quantkit.eval.report.write import write_report
+    from quantkit.eval.compare.public import compare
+    from quantkit.eval.report.write import PAGE
 
-    asked = _asked(model, options)
-    entries = entries_of(asked, recipes, options.get("checkpoints", ()))
-    check(asked, entries)
-    with ComparisonBar(asked, entries) as bar:
-        comparison = compare(
-            asked,
-            entries,
-            Path(output),
-            _again(),
-            in_one_process=options.get("in_one_process", False),
-            on_part=bar.part,
-            on_format=lambda found, total: bar.done(found),
-        )
-    return comparison, write_report(comparison, Path(output))
+    given = {"recipes": recipes or None, **options}
+    given = {name: value for name, value in given.items() if value is not None}
+    comparison = compare(model, output=output, command=_again(), watch=ComparisonBar, **given)
+    return comparison, Path(output) / PAGE
 
 
-def _asked(model: str, options: dict[str, Any]) -> Asked:
-    from quantkit.bundled import HELDOUT_TEXT
-    from quantkit.devices import resolve_device
-    from quantkit.eval.compare.asked import Asked
-
-    device = resolve_device(options.get("device", DEVICE))
-    gpu = device != "cpu"
-    prompt, new = _GPU_TOKENS if gpu else _CPU_TOKENS
-    return Asked(
-        model=model,
-        text=options.get("text") or str(HELDOUT_TEXT),
-        windows=options.get("windows", 32),
-        window=options.get("window", WINDOW),
-        calibration_text=options.get("calibration"),
-        samples=options.get("samples"),
-        seq_len=options.get("seq_len"),
-        batches=_batches(options.get("batch") or (_GPU_BATCHES if gpu else _CPU_BATCHES)),
-        prompt=prompt,
-        new=options.get("new_tokens") or new,
-        device=device,
-        reference=not options.get("no_reference", False),
-        seed=options.get("seed", 0),
-        card_windows=options.get("card_windows", QUALITY_WINDOWS),
-        layers=options.get("layers", True),
-    )
-
-
-def _batches(text: str) -> tuple[int, ...]:
+def _batches(text: str | None) -> tuple[int, ...] | None:
     try:
-        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+        return None if text is None else tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise InputError(f"--batch is '{text}', but takes whole numbers such as 1,8,32") from None
 

@@ -53,9 +53,9 @@ def command(output: str, quick: bool, windows: int | None, device: str, as_json:
         "samples": size.samples,
         "layers": size.layers,
         "card_windows": 0,  # the report measures the same
-        "no_reference": True,
+        "reference": False,
         "device": device,
-        "batch": "1" if cpu else None,
+        "batches": (1,) if cpu else None,
         "in_one_process": cpu,
     }
     comparison, page = run_comparison("demo", size.recipes, output, options)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,25 @@ def test_wrong_arguments_of_evaluate() -> None:
         quantkit.evaluate("demo-draft", text="nowhere.txt")
     with pytest.raises(InputError, match="backend"):
         quantkit.evaluate("demo-draft", device="cpu", backend="vllm")
+
+
+def test_compare_writes_a_report(tmp_path: Path) -> None:
+    found = quantkit.compare(
+        "demo-draft",
+        ["nf4"],
+        tmp_path,
+        windows=2,
+        window=32,
+        batches=[1],
+        new_tokens=2,
+        reference=False,
+        layers=False,
+        card_windows=0,
+        device="cpu",
+        in_one_process=True,
+    )
+    assert [(one.name, one.error) for one in found.formats] == [("bfloat16", None), ("nf4", None)]
+    assert "demo-draft" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "nf4" / "config.json").is_file()
+    with pytest.raises(InputError, match="batches"):
+        quantkit.compare("demo-draft", ["nf4"], tmp_path, batches=[0], device="cpu")
