@@ -26,7 +26,7 @@ QUICK = Size(("llm-int8", "nf4", "rtn-w3g128"), 2, 8, 256, layers=False)  # noth
 
 @click.command("demo", short_help="Compare several formats of the bundled model: one report.")
 @click.option("-o", "--output", default="demo-output", show_default=True, metavar="DIR", help="Folder for the results.")
-@click.option("--quick", is_flag=True, help="Three formats that are quick to make, less text: a minute on two cores.")
+@click.option("--quick", is_flag=True, help="Three formats that are quick to make, and less text.")
 @click.option(
     "--windows",
     type=click.IntRange(min=1),

@@ -40,7 +40,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/kernels/test_compile_matrix.py::test_the_matrix_assembles_and_fits[8]": 350,
     "tests/kernels/test_linear_eight_bit.py": 14,
     "tests/long/test_damaged_checkpoints.py": 97,
-    "tests/long/test_demo.py": 45,
+    "tests/long/test_demo.py": 72,
     "tests/long/test_deploy.py": 300,
     "tests/long/test_deploy_ranks.py": 90,
     "tests/long/test_deploy_refused.py": 30,
