@@ -44,8 +44,10 @@ NOT_RUN = [  # all blocks that nobody runs
 LESS = {  # options that win over those of the page, so that its commands take seconds
     "quantize": "--samples 4 --seq-len 64 --quality-windows 1",
     "eval": "--max-windows 1 --window 128",
-    "eval --behaviour": "--behaviour-tokens 24",
+    "eval --behaviour": "--behaviour-tokens 24 --behaviour-prompts few.jsonl",
+    "serve": "--no-warm-up --max-sequences 2",
 }
+PROMPTS = ROOT / "eval" / "behaviour" / "prompts.jsonl"
 _PATIENCE = 120  # seconds for a server to start on a busy machine
 
 
@@ -81,7 +83,8 @@ class Page:
             install(Path("pyproject.toml"))
         elif block.server:
             (command,) = scripts(text)
-            self.servers.enter_context(running(command, self.port))
+            less = f" {LESS['serve']}" if self.less else ""
+            self.servers.enter_context(running(command + less, self.port))
         elif block.language == "python":
             exec(compile(text, self.name, "exec"), self.values)
         elif block.language == "console":
@@ -109,6 +112,7 @@ class Page:
         if not self.less or "--dry-run" in arguments:
             return []
         kind = "eval --behaviour" if "--behaviour" in arguments else arguments[0]
+        Path("few.jsonl").write_text("".join(PROMPTS.read_text(encoding="utf-8").splitlines(keepends=True)[::10]))
         return LESS.get(kind, "").split()
 
     def adapted(self, text: str) -> str:
