@@ -1,7 +1,9 @@
 """A GGUF file in llama.cpp and here, on the same text: `python -m quantkit.eval.interop.llama_cpp PROGRAMS FILE`.
 
-llama-perplexity cuts a text into windows and scores the second half of each; our side decodes the file's weights and
-does the same in float32. Rows go to `eval/results/gguf.csv`, with what llama.cpp warned of.
+llama-perplexity cuts a text into windows and scores the second half of each; our side does the same twice. The engine
+runs the file as it is, in bfloat16 on the CPU, and rounds activations to 8 bits as llama.cpp does: that is what is
+compared. Decoded weights in float32 say what the file means. Rows go to `eval/results/gguf.csv`, with what llama.cpp
+warned of.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from quantkit.divergence import token_losses
 from quantkit.errors import QuantkitError
 from quantkit.eval.engine import csv_file
 from quantkit.eval.interop.rows import machine
+from quantkit.eval.quality.predictors import Predictor, load_predictor
 from quantkit.gguf_import.reader import open_gguf
 from quantkit.gguf_import.weights import tensor_types
-from quantkit.reference import load_reference, load_tokenizer
+from quantkit.reference import load_tokenizer
 
 FILE = Path("eval") / "results" / "gguf.csv"
 COLUMNS = (
     *("date", "machine", "engine", "file", "types", "text", "windows", "window"),
     *("perplexity_there", "perplexity_here", "difference_percent", "warnings", "command"),
+    *("perplexity_engine", "engine_difference_percent"),
 )
 _FINAL = re.compile(r"Final estimate: PPL = ([\d.]+|nan|inf)")
 _TRIES = 3  # it may end before its log, which another thread writes, is out
@@ -61,24 +65,22 @@ def perplexity_there(programs: Path, file: Path, windows: Windows) -> tuple[floa
     return float(final[1]), [line.strip() for line in said.splitlines() if _is_warning(line)]
 
 
-def perplexity_here(model: str | Path, windows: Windows) -> float:
-    """By decoded weights in float32, in the way of llama-perplexity."""
+def perplexities_here(model: str | Path, windows: Windows) -> tuple[float, float]:
+    """By the engine in bfloat16, and by decoded weights in float32; both in the way of llama-perplexity."""
     tokenizer = load_tokenizer(model)
     ids = torch.tensor(tokenizer(windows.text.read_text(encoding="utf-8")).input_ids)
     chunks = ids[: windows.count * windows.length].unfold(0, windows.length, windows.length).clone()
     if int(tokenizer("a").input_ids[0]) == tokenizer.bos_token_id:
         chunks[:, 0] = tokenizer.bos_token_id
-    reference = load_reference(model, dtype="float32")
-    half = windows.length // 2
-    with torch.no_grad():
-        losses = [_losses(reference, chunk, half) for chunk in chunks]
-    return math.exp(float(torch.cat(losses).double().mean()))
+    engine = load_predictor(model, "runtime", window=windows.length, dtype="bfloat16", device="cpu")
+    decoded = load_predictor(model, window=windows.length, dtype="float32", device="cpu", activations="exact")
+    return _perplexity(engine, chunks), _perplexity(decoded, chunks)
 
 
 def measure(programs: Path, file: Path, windows: Windows) -> dict[str, Any]:
     """One row."""
     there, warned = perplexity_there(programs, file, windows)
-    here = perplexity_here(file, windows)
+    engine, here = perplexities_here(file, windows)
     types = ", ".join(f"{count} x {name}" for name, count in tensor_types(open_gguf(file)).items())
     command = f"python -m quantkit.eval.interop.llama_cpp PROGRAMS {file.name}"
     command += f" --text {windows.text.name} --windows {windows.count} --window {windows.length}"
@@ -96,12 +98,15 @@ def measure(programs: Path, file: Path, windows: Windows) -> dict[str, Any]:
         "difference_percent": round(100 * (there / here - 1), 3),
         "warnings": " | ".join(warned),
         "command": command,
+        "perplexity_engine": round(engine, 4),
+        "engine_difference_percent": round(100 * (there / engine - 1), 3),
     }
 
 
-def _losses(reference: Any, ids: Tensor, half: int) -> Tensor:
-    logits = reference(ids[None]).logits[0]
-    return token_losses(logits[half:-1], ids[half + 1 :])
+def _perplexity(predictor: Predictor, chunks: Tensor) -> float:
+    half = chunks.shape[1] // 2
+    losses = [token_losses(predictor.logits(ids)[half:].float(), ids[half + 1 :]) for ids in chunks]
+    return math.exp(float(torch.cat(losses).double().mean()))
 
 
 def _is_warning(line: str) -> bool:
@@ -128,8 +133,8 @@ def main() -> None:
         print(
             row["file"],
             row["perplexity_there"],
-            row["perplexity_here"],
-            f"{row['difference_percent']} %",
+            f"engine {row['perplexity_engine']}: {row['engine_difference_percent']} %,",
+            f"decoded {row['perplexity_here']}: {row['difference_percent']} %",
             row["warnings"],
         )
         if asked.write:

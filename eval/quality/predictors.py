@@ -17,6 +17,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.defaults import WINDOW
 from quantkit.errors import InputError
 from quantkit.formats.base import check_choice
+from quantkit.kernels.cpu.installed import can_compile
 from quantkit.progress import Progress, silent
 from quantkit.reference import load_reference
 from quantkit.runtime.core.options import EngineOptions
@@ -97,7 +98,8 @@ class RuntimePredictor:
         return score_tokens(self.engine, ids, self.step_tokens)[:-1]
 
     def describe(self) -> Arithmetic:
-        kernels = "Triton kernels" if self.engine.runner.device.type == "cuda" else "plain torch"
+        on_cpu = "kernels for CPUs" if can_compile() else "plain torch"
+        kernels = "Triton kernels" if self.engine.runner.device.type == "cuda" else on_cpu
         dtype = str(self.engine.runner.decoder.weights.dtype)[6:]
         detail = f"{kernels}, paged cache, step_tokens {self.step_tokens}"
         if self.engine.options.head_bits is not None:
