@@ -1,9 +1,13 @@
 """A GGUF file in llama.cpp and here, on the same text: `python -m quantkit.eval.interop.llama_cpp PROGRAMS FILE`.
 
-llama-perplexity cuts a text into windows and scores the second half of each; our side does the same twice. The engine
-runs the file as it is, in bfloat16 on the CPU, and rounds activations to 8 bits as llama.cpp does: that is what is
-compared. Decoded weights in float32 say what the file means. Rows go to `eval/results/gguf.csv`, with what llama.cpp
-warned of.
+llama-perplexity cuts a text into windows and scores the second half of each; our side does the same in three ways:
+
+    rounded  decoded weights in float32, activations rounded as llama.cpp rounds them (`llama_rounding.py`): a file that
+             both read alike has one perplexity
+    decoded  the same with exact activations: what the file means
+    engine   our CPU kernels in bfloat16: what is served
+
+Rows go to `eval/results/gguf.csv`, with what llama.cpp warned of.
 """
 
 from __future__ import annotations
@@ -21,20 +25,23 @@ import torch
 from torch import Tensor
 
 from quantkit.bundled import HELDOUT_TEXT
+from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_losses
 from quantkit.errors import QuantkitError
 from quantkit.eval.engine import csv_file
+from quantkit.eval.interop.llama_rounding import round_inputs
 from quantkit.eval.interop.rows import machine
-from quantkit.eval.quality.predictors import Predictor, load_predictor
+from quantkit.eval.quality.predictors import Predictor, ReferencePredictor, load_predictor
 from quantkit.gguf_import.reader import open_gguf
 from quantkit.gguf_import.weights import tensor_types
-from quantkit.reference import load_tokenizer
+from quantkit.reference import load_reference, load_tokenizer
+from quantkit.sources import model_folder
 
 FILE = Path("eval") / "results" / "gguf.csv"
 COLUMNS = (
     *("date", "machine", "engine", "file", "types", "text", "windows", "window"),
     *("perplexity_there", "perplexity_here", "difference_percent", "warnings", "command"),
-    *("perplexity_engine", "engine_difference_percent"),
+    *("perplexity_engine", "engine_difference_percent", "perplexity_rounded", "rounded_difference_percent"),
 )
 _FINAL = re.compile(r"Final estimate: PPL = ([\d.]+|nan|inf)")
 _TRIES = 3  # it may end before its log, which another thread writes, is out
@@ -65,22 +72,34 @@ def perplexity_there(programs: Path, file: Path, windows: Windows) -> tuple[floa
     return float(final[1]), [line.strip() for line in said.splitlines() if _is_warning(line)]
 
 
-def perplexities_here(model: str | Path, windows: Windows) -> tuple[float, float]:
-    """By the engine in bfloat16, and by decoded weights in float32; both in the way of llama-perplexity."""
-    tokenizer = load_tokenizer(model)
+@dataclass(frozen=True)
+class Here:
+    """Perplexities of one file on our side."""
+
+    rounded: float
+    decoded: float
+    engine: float
+
+
+def perplexities_here(model: str | Path, windows: Windows) -> Here:
+    """In the way of llama-perplexity."""
+    tokenizer, folder = load_tokenizer(model), model_folder(model)
     ids = torch.tensor(tokenizer(windows.text.read_text(encoding="utf-8")).input_ids)
     chunks = ids[: windows.count * windows.length].unfold(0, windows.length, windows.length).clone()
     if int(tokenizer("a").input_ids[0]) == tokenizer.bos_token_id:
         chunks[:, 0] = tokenizer.bos_token_id
-    engine = load_predictor(model, "runtime", window=windows.length, dtype="bfloat16", device="cpu")
-    decoded = load_predictor(model, window=windows.length, dtype="float32", device="cpu", activations="exact")
-    return _perplexity(engine, chunks), _perplexity(decoded, chunks)
+    engine = load_predictor(folder, "runtime", window=windows.length, dtype="bfloat16", device="cpu")
+    model_there = load_reference(folder, dtype="float32", activations="exact")
+    reference = ReferencePredictor(model_there, folder)
+    decoded = _perplexity(reference, chunks)
+    round_inputs(model_there, Checkpoint(folder))
+    return Here(_perplexity(reference, chunks), decoded, _perplexity(engine, chunks))
 
 
 def measure(programs: Path, file: Path, windows: Windows) -> dict[str, Any]:
     """One row."""
     there, warned = perplexity_there(programs, file, windows)
-    engine, here = perplexities_here(file, windows)
+    here = perplexities_here(file, windows)
     types = ", ".join(f"{count} x {name}" for name, count in tensor_types(open_gguf(file)).items())
     command = f"python -m quantkit.eval.interop.llama_cpp PROGRAMS {file.name}"
     command += f" --text {windows.text.name} --windows {windows.count} --window {windows.length}"
@@ -94,13 +113,19 @@ def measure(programs: Path, file: Path, windows: Windows) -> dict[str, Any]:
         "windows": windows.count,
         "window": windows.length,
         "perplexity_there": round(there, 4),
-        "perplexity_here": round(here, 4),
-        "difference_percent": round(100 * (there / here - 1), 3),
+        "perplexity_here": round(here.decoded, 4),
+        "difference_percent": _percent(there, here.decoded),
         "warnings": " | ".join(warned),
         "command": command,
-        "perplexity_engine": round(engine, 4),
-        "engine_difference_percent": round(100 * (there / engine - 1), 3),
+        "perplexity_engine": round(here.engine, 4),
+        "engine_difference_percent": _percent(there, here.engine),
+        "perplexity_rounded": round(here.rounded, 4),
+        "rounded_difference_percent": _percent(there, here.rounded),
     }
+
+
+def _percent(there: float, here: float) -> float:
+    return round(100 * (there / here - 1), 3)
 
 
 def _perplexity(predictor: Predictor, chunks: Tensor) -> float:
@@ -133,8 +158,9 @@ def main() -> None:
         print(
             row["file"],
             row["perplexity_there"],
-            f"engine {row['perplexity_engine']}: {row['engine_difference_percent']} %,",
-            f"decoded {row['perplexity_here']}: {row['difference_percent']} %",
+            f"rounded {row['perplexity_rounded']}: {row['rounded_difference_percent']} %,",
+            f"decoded {row['perplexity_here']}: {row['difference_percent']} %,",
+            f"engine {row['perplexity_engine']}: {row['engine_difference_percent']} %",
             row["warnings"],
         )
         if asked.write:

@@ -87,7 +87,7 @@ def test_steps_measure_the_same(recipe: str, step_tokens: int | None, quantized_
 def test_wrong_settings_are_one_line(tiny_model: Path) -> None:
     with pytest.raises(InputError, match="the reference runs whole windows; use backend runtime"):
         load_predictor(tiny_model, window=WINDOW, step_tokens=4)
-    with pytest.raises(InputError, match="cannot leave activations exact; use backend reference"):
+    with pytest.raises(InputError, match="always rounds activations as it serves them; use backend reference"):
         load_predictor(tiny_model, "runtime", window=WINDOW, activations="exact")
     with pytest.raises(InputError, match="backend"):
         load_predictor(tiny_model, "vllm")

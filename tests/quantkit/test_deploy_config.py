@@ -172,4 +172,4 @@ def test_nothing_but_the_deployment_knows_ray() -> None:
         str(file.relative_to(root)) for file in files if re.search(r"^\s*(import|from) ray\b", file.read_text(), re.M)
     }
     parts = ("app", "cluster", "ingress", "ranks", "replica", "router")
-    assert knows == {"quantkit/cli/deploy.py", *(f"quantkit/deploy/{part}.py" for part in parts)}
+    assert knows == {f"quantkit/deploy/{part}.py" for part in parts}
