@@ -6,6 +6,9 @@ rounding a model of decoded weights says whether llama.cpp reads a file as we do
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -24,9 +27,11 @@ def round_inputs(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name, module in model.named_modules():
         fmt = formats.get(name)
         if isinstance(module, nn.Linear) and isinstance(fmt, Gguf):
-            module.register_forward_pre_hook(
-                lambda _, given, block=block_of(fmt): (rounded(given[0], block), *given[1:])
-            )
+            module.register_forward_pre_hook(partial(_round_first, block=block_of(fmt)))
+
+
+def _round_first(module: nn.Module, given: tuple[Any, ...], block: int) -> tuple[Any, ...]:
+    return rounded(given[0], block), *given[1:]
 
 
 def block_of(fmt: Gguf) -> int:
