@@ -3,8 +3,8 @@ registers. JSON on stdout, with `--table` a table for readers on stderr.
 
 `--part K/N` takes every N-th pair of a case and a card, so that few pairs still see every card. `--list` compiles
 nothing: which kernels are launched, and whether their grids exist. `--cover` takes few pairs that have every
-kernel; `--turns` leaves what only the tuner tries to one card, and float16 to every third. A second run is quick:
-Triton keeps what it compiled (`recorder.py`).
+kernel; `--turns` leaves what only the tuner tries to one card, float16 and what is slow to every third. A second run is
+quick: Triton keeps what it compiled (`recorder.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--cover", action="store_true", help="few pairs that have every kernel, for all cards in turn")
-    parser.add_argument("--turns", action="store_true", help="cards take turns with float16 and the tuner's tries")
+    parser.add_argument("--turns", action="store_true", help="cards take turns with what is rare or slow")
     parser.add_argument("--list", action="store_true", help="launches and their grids, nothing compiled")
     parser.add_argument("--table", action="store_true", help="what was found as a table, on stderr")
     given = parser.parse_args()

@@ -48,17 +48,18 @@ class Result:
 def all_pairs(cards: list[Card], *, turns: bool = False) -> Iterator[Pair]:
     """What is slow, or what only the tuner tries, is compiled for bfloat16 alone; the latter not at all for AMD.
 
-    `turns`: what the tuner tries for one card of them, and float16 for every third, by the name of the case; bfloat16
-    of all that is chosen without the tuner for every card.
+    `turns`: what the tuner tries for one card of them, what is slow and float16 for every third, by the name of the
+    case; bfloat16 of all else for every card.
     """
     for place, card in enumerate(cards):
         with pretend(card):
             cases = [case for case in all_cases(card) if not (case.tried and isinstance(card, AmdCard))]
         for case in cases:
             turn = crc32(case.name.encode())
-            if not (turns and case.tried and turn % len(cards) != place):
+            own_turn, third_turn = turn % len(cards) == place, turn % 3 == place % 3
+            if not turns or (own_turn if case.tried else third_turn if case.slow else True):
                 yield Pair(card, torch.bfloat16, case)
-            if not (case.tried or case.slow or (turns and turn % 3 != place % 3)):
+            if not (case.tried or case.slow) and (third_turn or not turns):
                 yield Pair(card, torch.float16, case)
 
 
