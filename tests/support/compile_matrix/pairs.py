@@ -22,6 +22,7 @@ MOST_STACK = {
     "_decode": 96,  # heads of 96 with a soft cap over 8-bit caches on sm_100; no family has both
 }
 _STACK = 64  # for all others
+_LITTLE_SHARED = 99 << 10  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,20 @@ class Result:
 def all_pairs(cards: list[Card], *, turns: bool = False) -> Iterator[Pair]:
     """What is slow, or what only the tuner tries, is compiled for bfloat16 alone; the latter not at all for AMD.
 
-    `turns`: what the tuner tries for one card of them, what is slow and float16 for every third, by the name of the
-    case; bfloat16 of all else for every card.
+    `turns`, by the name of the case: what the tuner tries for one card of them; what is slow, and float16, for every
+    third; cards with little shared memory (sm_86, 89, 120), whose tiles are the same, for one of them; all else for
+    every card.
     """
+    small = [card for card in cards if card.shared <= _LITTLE_SHARED]
     for place, card in enumerate(cards):
         with pretend(card):
             cases = [case for case in all_cases(card) if not (case.tried and isinstance(card, AmdCard))]
         for case in cases:
             turn = crc32(case.name.encode())
-            own_turn, third_turn = turn % len(cards) == place, turn % 3 == place % 3
-            if not turns or (own_turn if case.tried else third_turn if case.slow else True):
+            own_turn = turn % len(cards) == place
+            third_turn = turn % 3 == (small.index(card) if card in small else place) % 3
+            always = not case.slow and card not in small
+            if not turns or (own_turn if case.tried else always or third_turn):
                 yield Pair(card, torch.bfloat16, case)
             if not (case.tried or case.slow) and (third_turn or not turns):
                 yield Pair(card, torch.float16, case)
