@@ -44,7 +44,7 @@ COLUMNS = (
     *("perplexity_engine", "engine_difference_percent", "perplexity_rounded", "rounded_difference_percent"),
 )
 _FINAL = re.compile(r"Final estimate: PPL = ([\d.]+|nan|inf)")
-_TRIES = 3  # it may end before its log, which another thread writes, is out
+_TRIES = 8  # it may end before its log, which another thread writes, is out
 
 
 @dataclass(frozen=True)
