@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from quantkit.deploy.app import APP_NAME, FRONT, FRONT_CPUS, build_application
 from quantkit.deploy.check import Needs, check_host_memory, check_model
@@ -219,11 +220,12 @@ def status() -> dict[str, Any]:
 
 
 def _ask_all(deployment: str, method: str) -> list[Any]:
-    """What the replicas of a deployment say; those that do not answer in time are left out."""
+    """What the replicas of a deployment say; those that do not answer in time are left out, and so is a deployment that
+    cannot be asked because all of its replicas just died."""
     try:
         asked = serve.get_deployment_handle(deployment, APP_NAME).broadcast(method)
         answers = asked.results(timeout_s=CONNECT_SECONDS, return_exceptions=True)
-    except (TimeoutError, RuntimeError, ray.exceptions.RayError):
+    except (TimeoutError, RuntimeError, ray.exceptions.RayError, RayServeException):
         return []
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
