@@ -3,9 +3,10 @@
     python -m quantkit.eval.scale llama-3.1-8b gptq-w4g128 --device cuda --samples 128 --seq-len 2048
     python -m quantkit.eval.scale llama-3.1-8b nf4 llm-int8 --device cuda
     python -m quantkit.eval.scale qwen2.5-1.5b gptq-w4g128 --device cpu --samples 128 --seq-len 32
+    TMPDIR=/dev/shm python -m quantkit.eval.scale qwen3-30b-a3b gptq-w4g128 --samples 128 --seq-len 2048
 
 Random weights say nothing about quality; time and memory do not depend on the values. The tokenizer is the bundled
-model's, so that calibration text can be read.
+model's, so that calibration text can be read. The model is written where temporary files go.
 """
 
 from __future__ import annotations
@@ -17,47 +18,47 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from quantkit.arch import FAMILIES
 from quantkit.calibration import Calibration
 from quantkit.defaults import DEVICE, QUALITY_WINDOWS
 from quantkit.devices import on_device, resolve_device
 from quantkit.errors import InputError
-from quantkit.eval.shapes import PLAIN_SHAPES
+from quantkit.eval.shapes import EXPERT_SHAPES, PLAIN_SHAPES, QUANTIZED_EXPERTS
+from quantkit.expert_modules import file_name, separate_experts
 from quantkit.pipeline import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources import model_folder
 
-SHARD_TENSORS = 32
+SHAPES = PLAIN_SHAPES | {name: shape for name, shape in EXPERT_SHAPES.items() if name not in QUANTIZED_EXPERTS}
+SHARD_BYTES = 2 << 30
+Sizes = dict[str, torch.Size]
 
 
 def make_model(shape: str, folder: Path, *, blocks: int | None = None, device: str = "cpu") -> Path:
     """A checkpoint of random weights in bfloat16, sharded."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    settings = PLAIN_SHAPES[shape] | {"dtype": "bfloat16"}
+    settings = SHAPES[shape] | {"dtype": "bfloat16"}
     if blocks is not None:
         settings["num_hidden_layers"] = blocks
     config = AutoConfig.for_model(**settings)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    config.architectures = [type(skeleton).__name__]
+    sizes = _stored_sizes(config, settings)
     config.save_pretrained(folder)
-    names = [name for name in skeleton.state_dict() if name != "lm_head.weight" or not config.tie_word_embeddings]
     generator = torch.Generator(device).manual_seed(0)
     weight_map: dict[str, str] = {}
-    for start in range(0, len(names), SHARD_TENSORS):
+    for number, names in enumerate(_shards(sizes)):
         shard = {}
-        for name in names[start : start + SHARD_TENSORS]:
-            size = skeleton.state_dict()[name].shape
-            values = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+        for name in names:
+            values = torch.randn(sizes[name], generator=generator, device=device, dtype=torch.bfloat16) * 0.02
             shard[name] = (torch.ones_like(values) if name.endswith("norm.weight") else values).cpu()
-        file = f"model-{start // SHARD_TENSORS:05d}.safetensors"
+        file = f"model-{number:05d}.safetensors"
         save_file(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -65,6 +66,34 @@ def make_model(shape: str, folder: Path, *, blocks: int | None = None, device: s
         shutil.copy(tokenizer, folder)
     os.sync()  # a run that is timed does not wait until this file is on disk
     return folder
+
+
+def _stored_sizes(config: Any, settings: dict[str, Any]) -> Sizes:
+    """Of every tensor by its name in published files, which keep experts one by one; names the architecture, too."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton: Any = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(skeleton).__name__]
+    family = FAMILIES[settings["model_type"]]
+    separate_experts(skeleton.get_submodule(family.blocks), family, settings)
+    sizes = {file_name(family, name): tensor.shape for name, tensor in skeleton.state_dict().items()}
+    if config.tie_word_embeddings:
+        sizes.pop("lm_head.weight", None)
+    return sizes
+
+
+def _shards(sizes: Sizes) -> Iterator[list[str]]:
+    names: list[str] = []
+    taken = 0
+    for name, size in sizes.items():
+        names.append(name)
+        taken += size.numel() * torch.bfloat16.itemsize
+        if taken >= SHARD_BYTES:
+            yield names
+            names, taken = [], 0
+    if names:
+        yield names
 
 
 def seconds_to_read(model: Path) -> float:
@@ -106,7 +135,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     return {
         "recipe": " ".join((recipe, *changes)),
-        "blocks": len(report.layers) // 7,
+        "layers": len(report.layers),
         "calibration": f"{samples} x {seq_len}",
         "device": torch.cuda.get_device_name() if device != "cpu" else f"CPU, {torch.get_num_threads()} threads",
         "seconds": round(seconds, 1),
@@ -118,7 +147,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=PLAIN_SHAPES)
+    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("recipes", nargs="+", metavar="recipe")
     parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--samples", type=int, default=128)

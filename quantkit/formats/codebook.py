@@ -38,6 +38,12 @@ def table_of(kind: str) -> Tensor:
 
 
 @cache
+def table_on(device: torch.device, kind: str) -> Tensor:
+    """The same on a device; copied there once, since a CUDA graph cannot hold copies from the host."""
+    return table_of(kind).to(device)
+
+
+@cache
 def dynamic_table() -> Tensor:
     """The 256 values of the dynamic 8-bit map: seven decades, each with twice the resolution of the one below."""
     values = [0.0, 1.0]
@@ -159,7 +165,7 @@ class CodebookWeight(QuantizedWeight):
         return self.absmax if isinstance(self.absmax, Tensor) else self.absmax.decode()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = table_of(self.kind).to(self.codes.device)[self.codes.int()]
+        values = table_on(self.codes.device, self.kind)[self.codes.int()]
         return unscale_blocks(values, self.block_scales, self.block).view(self.full_shape).to(dtype)
 
     def cut(self, outputs: Index, inputs: Index) -> CodebookWeight:

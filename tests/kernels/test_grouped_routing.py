@@ -151,18 +151,39 @@ def test_a_router_and_its_choice_in_one_launch(
     router = lay_out((0.2 * random(experts, inputs, device=device, seed=1)).to(dtype))
     correction = random(experts, device=device, seed=2)
     rule = Rule(4, scoring="sigmoid", scale=1.5)
+    logits = (x.double() @ router.values.double().mT).to(dtype)
     for _ in range(2):
         routes = route_tokens(x, router, rule, 4, correction)
         assert (routes.order, routes.tiles, routes.most) == (None, None, min(4 * tokens, experts))
+        check_choice(routes, logits, rule, correction)
+        listed = route_tokens(x, router, rule, 4, correction, listed=True)
+        check_choice(listed, logits, rule, correction)
+        check_tiles(listed, experts)
         assert not router.tickets.any()
-    logits = (x.double() @ router.values.double().mT).to(dtype)
-    check_choice(routes, logits, rule, correction)
+
+
+def test_a_router_lists_the_experts_of_its_rank(device: str) -> None:
+    """As the launch without a matmul does."""
+    x, rule = random(19, 128, device=device).half(), Rule(3)
+    router = lay_out((0.2 * random(12, 128, device=device, seed=1)).half())
+    logits = (x.double() @ router.values.double().mT).half()
+    for own in (range(5), range(5, 6), range(6, 12)):
+        found, wanted = route_tokens(x, router, rule, 4, own=own, listed=True), route(logits, rule, 4, own=own)
+        assert torch.equal(found.chosen, wanted.chosen)
+        ours = (found.chosen >= own.start) & (found.chosen < own.stop)
+        assert torch.equal(found.order[: int(ours.sum())], wanted.order[: int(ours.sum())])
+        used = int((wanted.tiles[0] >= 0).sum())
+        assert torch.equal(found.tiles[:, :used], wanted.tiles[:, :used])
+        assert bool((found.tiles[0, used:] == -1).all())
 
 
 def test_few_tokens_only(device: str) -> None:
     router = lay_out(torch.zeros(4, 128, device=device).bfloat16())
     with pytest.raises(InputError, match="65 tokens, but at most 64"):
         route_tokens(torch.zeros(65, 128, device=device).bfloat16(), router, Rule(2), 4)
+    with pytest.raises(InputError, match="258 pairs, but at most 256 are listed"):
+        six = lay_out(torch.zeros(6, 128, device=device).bfloat16())
+        route_tokens(torch.zeros(43, 128, device=device).bfloat16(), six, Rule(6), 4, listed=True)
     assert route_tokens(torch.zeros(0, 128, device=device).bfloat16(), router, Rule(2), 4).pairs == 0
 
 

@@ -16,7 +16,7 @@ from quantkit.kernels.card import card_of
 from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.choices import Way, choose
 from quantkit.kernels.linear.grouped.combine import combine
-from quantkit.kernels.linear.grouped.router import MOST_TOKENS, route_tokens
+from quantkit.kernels.linear.grouped.router import MOST_LISTED, MOST_TOKENS, route_tokens
 from quantkit.kernels.linear.grouped.routes import Routes, Rule, can_stay_unlisted
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
@@ -32,9 +32,9 @@ def routes_of(
     if not isinstance(router, HalfWeight):
         return route(router(x), rule, way.tile, correction, own)
     splits = max(way.gate_up.splits, way.down.splits)
-    few = len(x) <= MOST_TOKENS and can_stay_unlisted(len(x), rule.per_token, way.tile, splits)
-    if few and not way.decoded:
-        return route_tokens(x, router, rule, way.tile, correction, own)
+    listed = way.decoded or not can_stay_unlisted(len(x), rule.per_token, way.tile, splits)
+    if len(x) <= MOST_TOKENS and (not listed or len(x) * rule.per_token <= MOST_LISTED):
+        return route_tokens(x, router, rule, way.tile, correction, own, listed=listed)
     return route(linear(x, router), rule, way.tile, correction, own)
 
 

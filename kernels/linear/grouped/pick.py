@@ -12,6 +12,7 @@ import triton.language as tl
 from quantkit.kernels.linear.weight_only.unpack import to_half
 
 _LOWEST = tl.constexpr(-1e30)  # of a score: an expert of a closed group is taken after all others
+_MOST_PAIRS = tl.constexpr(4096)  # more than any list here has, and than there are experts
 
 
 @triton.jit
@@ -131,3 +132,37 @@ def list_all_pairs(
     place = start[None, :] + tl.cumsum(table, 0) - 1
     tl.store(order + place, token[:, None] * PER_TOKEN + slot, mask=table > 0)
     write_tiles(count, start, expert, tiles, most, FIRST, TILE)
+
+
+@triton.jit
+def list_chosen(
+    chosen,
+    order,
+    tiles,
+    pairs,
+    most,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The same from numbers that other programs have written: a pair's place is how many come before it."""
+    BLOCK: tl.constexpr = min(PAIRS, 32)  # pairs that all are compared with at a time: more need too many registers
+    pair, expert = tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
+    rank, own, _ = _ranks(chosen, pair, pairs, FIRST, END)
+    place, count = tl.zeros((PAIRS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
+    for begin in range(0, PAIRS, BLOCK):
+        others, theirs, number = _ranks(chosen, begin + tl.arange(0, BLOCK), pairs, FIRST, END)
+        place += tl.sum((others[None, :] < rank[:, None]).to(tl.int32), 1)
+        count += tl.sum(((number[:, None] == expert[None, :]) & theirs[:, None]).to(tl.int32), 0)
+    tl.store(order + place, pair, mask=own)
+    write_tiles(count, tl.cumsum(count, 0) - count, expert, tiles, most, FIRST, TILE)
+
+
+@triton.jit
+def _ranks(chosen, pair, pairs, FIRST: tl.constexpr, END: tl.constexpr):
+    """(by expert, then by pair; whether it is this rank's; its expert)."""
+    number = tl.load(chosen + pair, mask=pair < pairs, other=-1, cache_modifier=".cg")
+    own = (number >= FIRST) & (number < END)
+    return tl.where(own, number * _MOST_PAIRS + pair, _MOST_PAIRS * _MOST_PAIRS), own, number

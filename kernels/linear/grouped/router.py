@@ -1,12 +1,13 @@
-"""A router's matmul and its choice, as one launch for few tokens, whose pairs are not listed.
+"""A router's matmul and its choice, as one launch for few tokens; it lists their pairs where that is asked for.
 
 Layout   x [tokens, inputs] bfloat16 or float16, rows contiguous; router [experts, inputs] of that dtype with tickets
          (`dense/weight.py`); correction as in `routing.py`
-Meaning  `routing.route` of the logits x @ router.T, which are rounded to the dtype of x; without a list
-Limits   up to 64 tokens and as many experts as `routing.py` takes
+Meaning  `routing.route` of the logits x @ router.T, which are rounded to the dtype of x
+Limits   up to 64 tokens and as many experts as `routing.py` takes; lists of up to 256 pairs
 
 Programs share out experts, inputs and blocks of up to 8 tokens; each has a single tile of the router's weight, and
-reads it before it waits for the launch before. The last one to arrive at a block adds its parts in order and chooses.
+reads it before it waits for the launch before. The last one to arrive at a block adds its parts in order and chooses;
+the last of these lists the pairs of all blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import HALVES, check_dtype, check_rows, check_same_device, check_shape
 from quantkit.kernels.linear.dense.weight import HalfWeight
-from quantkit.kernels.linear.grouped.pick import pick
+from quantkit.kernels.linear.grouped.pick import list_chosen, pick
 from quantkit.kernels.linear.grouped.routes import Routes, Rule
-from quantkit.kernels.linear.grouped.routing import check_rule, constants
+from quantkit.kernels.linear.grouped.routing import check_rule, constants, empty_routes
 from quantkit.kernels.linear.grouped.tile import dot
 from quantkit.kernels.linear.splits import arrives_last
 from quantkit.kernels.linear.weight_only.assembly import TRITON
@@ -30,24 +31,28 @@ from quantkit.kernels.linear.weight_only.unpack import to_half
 
 NAME = "router"
 MOST_TOKENS = 64
+MOST_LISTED = 256  # pairs that one program compares with each other
 _BLOCK = 16  # experts of a program
 _TOKENS = 8  # of a program, at most
 _SHARES = 8  # of the inputs
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("tokens", "most"))
 def _router(
     x,
     router,
     correction,
     weights,
     chosen,
+    order,
+    tiles,
     partial,
     tickets,
     tokens,
     experts,
     inputs,
     x_stride,
+    most,
     HAS_CORRECTION: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -64,8 +69,11 @@ def _router(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
     SHARES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    """PAIRS: room for all of them in a list; 0: none is made."""
     COLUMNS: tl.constexpr = 8  # of a product
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
@@ -91,12 +99,22 @@ def _router(
         pick(to_half(logits, DTYPE, INTERPRET).to(tl.float32), correction, weights, chosen, first + token, expert,
              tokens, experts, HAS_CORRECTION, PER_TOKEN, NORMALIZED, SIGMOID, GROUPS, GROUPS_CHOSEN, SCALE, FIRST, END,
              DTYPE, INTERPRET)  # fmt: skip
+        if PAIRS > 0:  # noqa: SIM102  (the second asks a tensor)
+            if arrives_last(tickets + tl.num_programs(2), tl.num_programs(2)):
+                list_chosen(chosen, order, tiles, tokens * PER_TOKEN, most, FIRST, END, PAIRS, EXPERTS, TILE)
 
 
 def route_tokens(
-    x: Tensor, router: HalfWeight, rule: Rule, tile: int, correction: Tensor | None = None, own: range | None = None
+    x: Tensor,
+    router: HalfWeight,
+    rule: Rule,
+    tile: int,
+    correction: Tensor | None = None,
+    own: range | None = None,
+    *,
+    listed: bool = False,
 ) -> Routes:
-    """What every token's experts are, for tiles of up to `tile` pairs; `own` as in `routing.route`."""
+    """What every token's experts are, in tiles of up to `tile` pairs; `own` as in `routing.route`."""
     check_shape(NAME, "x", x, (None, router.inputs))
     check_dtype(NAME, "x", x, HALVES)
     check_dtype(NAME, "router", router.values, (x.dtype,))
@@ -107,12 +125,11 @@ def route_tokens(
     check_rule(rule, experts, x.device, correction, own)
     if tokens > MOST_TOKENS:
         raise InputError(f"{NAME}: {tokens} tokens, but at most {MOST_TOKENS} are routed in one launch")
-    routes = Routes(
-        chosen=torch.empty(tokens, rule.per_token, dtype=torch.int32, device=x.device),
-        weights=torch.empty(tokens, rule.per_token, dtype=x.dtype, device=x.device),
-        own=own,
-        tile=tile,
-    )
+    if listed and tokens * rule.per_token > MOST_LISTED:
+        raise InputError(f"{NAME}: {tokens * rule.per_token} pairs, but at most {MOST_LISTED} are listed in one launch")
+    routes = empty_routes(tokens, own, rule.per_token, tile, x.dtype, x.device)
+    if not listed:
+        routes = routes.unlisted
     if tokens == 0:
         return routes
     rows, columns = min(_TOKENS, triton.next_power_of_2(tokens)), triton.next_power_of_2(experts)
@@ -126,12 +143,15 @@ def route_tokens(
         correction,
         routes.weights,
         routes.chosen,
+        routes.order,
+        routes.tiles,
         partial,
         router.tickets,
         tokens,
         experts,
         router.inputs,
         x.stride(0),
+        routes.most,
         HAS_CORRECTION=correction is not None,
         **constants(rule, own),
         DTYPE=TRITON[x.dtype],
@@ -141,6 +161,8 @@ def route_tokens(
         BLOCK=_BLOCK,
         DEPTH=depth,
         SHARES=shares,
+        PAIRS=triton.next_power_of_2(routes.pairs) if listed else 0,
+        TILE=tile,
         num_warps=min(16, max(2 if rows <= 2 else 4, rows * columns // 256)),  # the table is held in registers
         **chained(x.device),
     )

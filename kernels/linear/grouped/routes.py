@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-MOST_UNLISTED = 256  # pairs that every program can look through: 32 tokens of 8 experts
+MOST_UNLISTED = 128  # pairs that every program looks through: 16 tokens of 8 experts. 256 cost more than their list
 _MOST_COMPARED = 8192  # pairs times places of a tile
 
 

@@ -143,7 +143,7 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
     own = range(experts) if own is None else own
     check_rule(rule, experts, device, correction, own)
     columns = triton.next_power_of_2(experts)
-    routes = _empty_routes(tokens, own, rule.per_token, tile, logits.dtype, device)
+    routes = empty_routes(tokens, own, rule.per_token, tile, logits.dtype, device)
     if tokens == 0:
         return routes
     alone = triton.next_power_of_2(tokens) * columns <= _ONE_PROGRAM
@@ -184,9 +184,10 @@ def route(logits: Tensor, rule: Rule, tile: int, correction: Tensor | None = Non
     return routes
 
 
-def _empty_routes(
+def empty_routes(
     tokens: int, own: range, per_token: int, tile: int, dtype: torch.dtype, device: torch.device
 ) -> Routes:
+    """With a place for a list."""
     pairs = tokens * per_token
     made = torch.empty(2 * pairs, dtype=torch.int32, device=device)
     return Routes(

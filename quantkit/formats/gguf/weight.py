@@ -79,7 +79,7 @@ class GgufWeight(QuantizedWeight):
     def _values(self) -> Tensor:
         """What codes stand for before any scale, float32 [out, in]."""
         if self.kind.table:
-            return table_of(self.kind).to(self.codes.device)[self.codes.int()]
+            return _table_on(self.codes.device, self.kind)[self.codes.int()]
         return self.codes.float() - self.kind.zero
 
     def cut(self, outputs: Index, inputs: Index) -> GgufWeight:
@@ -113,6 +113,12 @@ class GgufWeight(QuantizedWeight):
 def table_of(kind: BlockType) -> Tensor:
     """The 16 values of a type whose codes are places in a table, float32."""
     return torch.tensor(kind.table, dtype=torch.float32)
+
+
+@cache
+def _table_on(device: torch.device, kind: BlockType) -> Tensor:
+    """Copied once, since a CUDA graph cannot hold copies from the host."""
+    return table_of(kind).to(device)
 
 
 def _weight_of(held: Blocks, kind: BlockType) -> GgufWeight:

@@ -16,7 +16,7 @@ from quantkit.kernels.linear.dense.weight import lay_out
 from quantkit.kernels.linear.grouped.choices import candidates, choose
 from quantkit.kernels.linear.grouped.combine import combine
 from quantkit.kernels.linear.grouped.router import route_tokens
-from quantkit.kernels.linear.grouped.routes import Routes, Rule, can_stay_unlisted, most_tiles
+from quantkit.kernels.linear.grouped.routes import MOST_UNLISTED, Routes, Rule, can_stay_unlisted, most_tiles
 from quantkit.kernels.linear.grouped.routing import route
 from quantkit.kernels.linear.grouped.stacks import stack_of
 from quantkit.kernels.linear.grouped.tile import TileConfig
@@ -44,7 +44,7 @@ def grouped_cases(card: Card) -> Iterator[Case]:
         for tokens in (16, 300) if number else (1, 16, 300):  # one program for the first two
             launch = lambda dtype, how=(tokens, experts, rule): _route(*how, dtype)  # noqa: E731
             yield Case(f"routes of {tokens} to {name}", launch)
-        for tokens in (8,) if number else (1, 8):  # more are blocks of 8
+        for tokens in (8, 32) if number else (1, 8, 32):  # more than 8 are blocks of 8; those of 32 are listed
             launch = lambda dtype, how=(tokens, experts, rule): _route_tokens(*how, dtype)  # noqa: E731
             yield Case(f"router of {tokens} to {name}", launch)
     for shared in (False, True):
@@ -77,7 +77,8 @@ def _route(tokens: int, experts: int, rule: Rule, dtype: torch.dtype) -> None:
 def _route_tokens(tokens: int, experts: int, rule: Rule, dtype: torch.dtype) -> None:
     correction = torch.zeros(experts) if rule.scoring == "sigmoid" else None
     router = lay_out(torch.zeros(experts, 2048, dtype=dtype))
-    route_tokens(torch.zeros(tokens, 2048, dtype=dtype), router, rule, 8, correction)
+    listed = tokens * rule.per_token > MOST_UNLISTED
+    route_tokens(torch.zeros(tokens, 2048, dtype=dtype), router, rule, 8, correction, listed=listed)
 
 
 def _combine(shared: bool, dtype: torch.dtype) -> None:
