@@ -181,8 +181,8 @@ def test_few_tokens_only(device: str) -> None:
     router = lay_out(torch.zeros(4, 128, device=device).bfloat16())
     with pytest.raises(InputError, match="65 tokens, but at most 64"):
         route_tokens(torch.zeros(65, 128, device=device).bfloat16(), router, Rule(2), 4)
+    six = lay_out(torch.zeros(6, 128, device=device).bfloat16())
     with pytest.raises(InputError, match="258 pairs, but at most 256 are listed"):
-        six = lay_out(torch.zeros(6, 128, device=device).bfloat16())
         route_tokens(torch.zeros(43, 128, device=device).bfloat16(), six, Rule(6), 4, listed=True)
     assert route_tokens(torch.zeros(0, 128, device=device).bfloat16(), router, Rule(2), 4).pairs == 0
 
