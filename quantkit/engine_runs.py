@@ -28,6 +28,7 @@ class Run:
     reason: str  # why not
     perplexity_there: float | None
     perplexity_here: float | None
+    model: str = ""  # that the checkpoint was made of
 
     @property
     def works(self) -> bool:
@@ -49,6 +50,7 @@ class Run:
             reason=row["reason"],
             perplexity_there=there,
             perplexity_here=here,
+            model=row["model"],
         )
 
 
@@ -65,8 +67,8 @@ def read_runs(path: Path = RESULTS) -> list[Run]:
 
 
 def newest(runs: list[Run]) -> list[Run]:
-    """The last one of every engine and checkpoint."""
-    return list({(run.engine, run.checkpoint): run for run in runs}.values())
+    """The last one of every engine and checkpoint of a model."""
+    return list({(run.engine, run.model, run.checkpoint): run for run in runs}.values())
 
 
 def run_of_layout(engine: str, layout: str) -> Run | None:

@@ -20,7 +20,7 @@ from quantkit.errors import QuantkitError
 from quantkit.eval.interop import rows, speed_rows
 from quantkit.eval.interop.checkpoints import chosen, make
 from quantkit.eval.interop.run import add_arguments, run
-from quantkit.eval.interop.table import PAGE, load_table, with_table
+from quantkit.eval.interop.table import PAGE, load_tables, with_table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,10 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tables(*, write: bool) -> None:
-    tables = {
-        "interop": load_table(rows.read(rows.FILE)),
-        "side by side": speed_rows.speed_table(speed_rows.read(speed_rows.FILE)),
-    }
+    tables = load_tables(rows.read(rows.FILE))
+    tables["side by side"] = speed_rows.speed_table(speed_rows.read(speed_rows.FILE))
     if not write:
         print("\n\n".join(tables.values()))
         return

@@ -53,6 +53,6 @@ def read(path: Path) -> list[dict[str, str]]:
         return sorted(csv.DictReader(file), key=lambda row: row["date"])
 
 
-def newest(rows: list[dict[str, str]]) -> dict[tuple[str, str], dict[str, str]]:
-    """The last row of every (engine, checkpoint)."""
-    return {(row["engine"], row["checkpoint"]): row for row in rows}
+def newest(rows: list[dict[str, str]], model: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The last row of every (engine, checkpoint) made of a model."""
+    return {(row["engine"], row["checkpoint"]): row for row in rows if row["model"] == model}

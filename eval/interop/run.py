@@ -63,7 +63,7 @@ def run(engine: str, given: argparse.Namespace, command: Sequence[str], say: Say
         about |= {"packages": package_versions(adapter, Checkpoint(folder))}
         rows.append(given.output, rows.row_of(seen, **about))
         say(f"{folder.name}: {describe(seen)}")
-    return [row for row in rows.newest(rows.read(given.output)).values() if row["engine"] == adapter.engine]
+    return [row for row in rows.newest(rows.read(given.output), model).values() if row["engine"] == adapter.engine]
 
 
 def describe(seen: Seen) -> str:

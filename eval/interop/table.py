@@ -12,13 +12,20 @@ from quantkit.eval.interop.checkpoints import all_tried
 PAGE = Path("docs") / "reference" / "interop.md"
 ENGINES = ("transformers", "vLLM", "SGLang", "llama.cpp")
 BEGIN, END = "<!-- {name}: written by a command, see above -->", "<!-- end of {name} -->"
+DENSE, EXPERTS = "demo", "demo-experts"  # the bundled models
 Row = dict[str, str]
 
 
-def load_table(known: list[Row]) -> str:
+def load_tables(known: list[Row]) -> dict[str, str]:
+    """By the names of their marks."""
+    tried = [tried.name for tried in all_tried()]
+    return {"interop": load_table(known, DENSE, tried), "interop with experts": load_table(known, EXPERTS)}
+
+
+def load_table(known: list[Row], model: str, tried: Sequence[str] = ()) -> str:
     """Every checkpoint that is tried or has a row, the newest row of each engine; then the reasons of refusals."""
-    newest = rows.newest(known)
-    names = list(dict.fromkeys([tried.name for tried in all_tried()] + [row["checkpoint"] for row in newest.values()]))
+    newest = rows.newest(known, model)
+    names = list(dict.fromkeys([*tried, *(row["checkpoint"] for row in newest.values())]))
     layouts = {row["checkpoint"]: row["layout"] for row in newest.values()}
     lines = [
         (name, layouts.get(name, ""), *(_cell(newest.get((engine, name))) for engine in ENGINES)) for name in names

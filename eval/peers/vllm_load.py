@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = run("vLLM", given, typed, lambda line: print(line, flush=True))
     except QuantkitError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
-    print(load_table(found))
+    print(load_table(found, found[0]["model"]) if found else "no rows")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class NestedScales:
     block: int = NESTED_BLOCK
 
     def decode(self) -> Tensor:
-        offset = torch.tensor(self.offset, dtype=torch.float32, device=self.codes.device)
+        offset = torch.full((), self.offset, dtype=torch.float32, device=self.codes.device)  # copies nothing there
         return unscale_blocks(self.table.to(self.codes.device)[self.codes.int()], self.scales, self.block) + offset
 
 

@@ -7,7 +7,7 @@ import pytest
 from pages import PAGES, ROOT
 from quantkit.eval.interop import rows, speed_rows
 from quantkit.eval.interop.checkpoints import all_tried
-from quantkit.eval.interop.table import ENGINES, PAGE, between_marks, load_table
+from quantkit.eval.interop.table import ENGINES, PAGE, between_marks, load_tables
 
 _THEIRS = re.compile(r"^\| (?P<engine>vLLM|SGLang|llama\.cpp) (?P<version>\d[\w.]*)(?P<rest>.*)$", re.MULTILINE)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -30,7 +30,7 @@ def speeds(engine: str, version: str) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "table"),
     [
-        ("interop", load_table(rows.read(ROOT / rows.FILE))),
+        *load_tables(rows.read(ROOT / rows.FILE)).items(),
         ("side by side", speed_rows.speed_table(speed_rows.read(ROOT / speed_rows.FILE))),
     ],
 )

@@ -17,20 +17,21 @@ from quantkit.sources import model_folder
 
 TRIED = {tried.name: tried for tried in all_tried()}
 RUNS = newest(read_runs())
-MODEL = Checkpoint(model_folder("demo"))  # any model that the recipes fit
+MODELS = {run.model: Checkpoint(model_folder(run.model)) for run in RUNS}
 
 
-def planned(tried: Tried) -> Layers:
+def planned(tried: Tried, model: str = "demo") -> Layers:
     """The layers that a recipe or a conversion will write, as they are read back."""
     if tried.source:
-        before = planned(TRIED[tried.source])
+        before = planned(TRIED[tried.source], model)
         was_symmetric = tried.source == "gptq-w4g128-to-awq"  # `convert` sees it in the zero points
         old = {name: Gptq() if was_symmetric else fmt for name, fmt in before.formats.items()}
         return Layers({name: as_read(target_format(fmt, tried.to)) for name, fmt in old.items()}, before.kept_in_blocks)
     if not tried.recipe:
         return Layers({})
     recipe = load_recipe(tried.recipe, tried.changes)
-    plan = recipe.plan(family_of(MODEL.config), MODEL.config, MODEL.dtype)
+    config = MODELS[model].config
+    plan = recipe.plan(family_of(config), config, MODELS[model].dtype)
     formats = {name: as_read(fmt) for name, fmt in plan.items() if fmt is not None}
     return Layers(formats, tuple(name for name, fmt in plan.items() if fmt is None))
 
@@ -46,7 +47,7 @@ def layers_of(run: Run) -> Layers:
     if tried.recipe and load_recipe(tried.recipe, tried.changes).target_bits is not None:
         kinds = re.findall(r"W(\d) (sym|asym)", run.layout)
         return Layers({f"layer{bits}": CtPacked(bits=int(bits), sym=sym == "sym") for bits, sym in kinds})
-    return planned(tried)
+    return planned(tried, run.model)
 
 
 def verdict_for(run: Run) -> Verdict:
@@ -54,7 +55,7 @@ def verdict_for(run: Run) -> Verdict:
     return found
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.engine}-{run.checkpoint}")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.engine}-{run.model}-{run.checkpoint}")
 def test_verdicts_say_what_was_seen(run: Run) -> None:
     """Where this fails, mend the rules: `Format.refusals`, or engines.py."""
     assert layout_of(layers_of(run)) == run.layout, "this checkpoint is written otherwise today: run it again"

@@ -7,7 +7,7 @@ import pytest
 from quantkit.errors import StorageError
 from quantkit.eval.interop import rows
 from quantkit.eval.interop.compare import Seen
-from quantkit.eval.interop.table import BEGIN, END, between_marks, load_table, markdown_table, with_table
+from quantkit.eval.interop.table import BEGIN, END, between_marks, load_table, load_tables, markdown_table, with_table
 
 YES = Seen(True, dtype_there="bfloat16", dtype_here="bfloat16", perplexity_there=16.5,
            perplexity_here=16.4567, difference=0.01)  # fmt: skip
@@ -31,7 +31,7 @@ def test_the_newest_row_counts(tmp_path: Path) -> None:
     write(file, Seen(False, "ValueError: no | kernel"), checkpoint="nf4", layout="bitsandbytes NF4")
     known = rows.read(file)
     assert len(known) == 3
-    table, day = load_table(known), known[0]["date"]
+    table, day = load_table(known, "demo", ["fp8"]), known[0]["date"]
     assert cells(table, "gptq-w4g128") == [
         "gptq-w4g128", "gptq W4 g128 sym", "", f"16.500 / 16.457 (0.26.0, bfloat16, {day})", "", ""
     ]  # fmt: skip
@@ -40,11 +40,21 @@ def test_the_newest_row_counts(tmp_path: Path) -> None:
     assert cells(table, "fp8") == ["fp8", "", "", "", "", ""]
 
 
+def test_models_have_tables_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "interop.csv"
+    write(file, YES)
+    write(file, Seen(False, "no experts"), model="demo-experts")
+    tables = load_tables(rows.read(file))
+    assert cells(tables["interop"], "gptq-w4g128")[3].startswith("16.500")
+    assert tables["interop with experts"].splitlines()[2].startswith("| gptq-w4g128 | gptq W4 g128 sym | | no (")
+    assert len(cells(tables["interop"], "fp8")) == 6
+
+
 def test_rows_of_an_older_day_do_not_hide_newer_ones(tmp_path: Path) -> None:
     file = tmp_path / "interop.csv"
     write(file, YES, date="2026-11-20")
     write(file, YES, date="2026-11-02")  # from another machine, put behind the others
-    assert rows.newest(rows.read(file))["vLLM", "gptq-w4g128"]["date"] == "2026-11-20"
+    assert rows.newest(rows.read(file), "demo")["vLLM", "gptq-w4g128"]["date"] == "2026-11-20"
 
 
 def test_a_table_is_put_between_its_marks() -> None:
