@@ -61,6 +61,8 @@ def test_numbers_of_other_engines_have_rows(page: str, engine: str, version: str
         assert ELSEWHERE in " ".join(PAGES[page].split()), f"{page}: no rows of {engine} {version}"
         return
     label, *cells = rest.split("|")
+    if ELSEWHERE in label:
+        return
     numbers = [number for cell in cells for number in _NUMBER.findall(cell)]
     assert set(numbers) <= have, f"{page}: {label.strip()}"
 

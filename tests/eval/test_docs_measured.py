@@ -14,6 +14,7 @@ from quantkit.eval.plan.model import Decoder, PlannedModel, read_model
 from quantkit.eval.plan.roofline import Ceiling
 from quantkit.eval.plan.source import find_config
 from quantkit.eval.plan.weights import in_format, unquantized
+from quantkit.eval.shapes import SHAPES
 
 NAMES = {"W4 g128": "w4", "NF4, double quantization": "nf4", "LLM.int8": "llm-int8", "bf16": "bf16"}
 LOADS = ((1, 128), (8, 128), (32, 128), (256, 512))  # requests, tokens of a prompt; 256 new ones
@@ -60,6 +61,19 @@ def test_speeds_are_those_of_rows(page: str) -> None:
     for name, cells in found.items():
         for (batch, prompt), cell in zip(LOADS, cells, strict=True):
             assert cell in speeds(NAMES[name], batch, prompt), (name, batch)
+
+
+def test_speeds_of_experts_are_those_of_rows() -> None:
+    """Cells say tokens per second and the percent of what memory allows."""
+    found = re.findall(r"^\| ([\w.-]+), ([\w-]+) \|(.+)\|$", PAGES["docs/performance/index.md"], re.MULTILINE)
+    lines = [line for line in found if line[0] in SHAPES]
+    assert {shape for shape, _, _ in lines} == {"qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"}
+    for shape, weights, cells in lines:
+        same = [row for row in rows() if (row["model"], row["format"]) == (shape, weights)]
+        for (batch, prompt), cell in zip(LOADS, cells.split("|"), strict=True):
+            load = [row for row in same if (row["batch"], row["prompt"]) == (str(batch), str(prompt))]
+            said = {f"{float(row['tokens_per_second']):,.0f} ({float(row['percent_of_limit']):.0f} %)" for row in load}
+            assert cell.strip() in (said or {""}), (shape, weights, batch)
 
 
 def test_the_plan_compares_the_same_speeds_with_their_ceilings() -> None:
