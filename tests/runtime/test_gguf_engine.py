@@ -38,9 +38,9 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
 
 
-def logits_of(model: Path, dtype: str = "float32") -> Tensor:
+def logits_of(model: Path, dtype: str = "float32", device: str = "cpu") -> Tensor:
     """Of a prompt that is longer than windows, and of two tokens after it."""
-    engine = start_engine(model, EngineOptions(device="cpu", dtype=dtype))
+    engine = start_engine(model, EngineOptions(device=device, dtype=dtype))
     rows: list[Tensor] = []
     compute = engine.runner.decoder.logits
 
@@ -99,6 +99,18 @@ def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     assert relative_error(logits_of(file), wanted) < 1e-4
     halves = logits_of(file, "bfloat16")[: len(PROMPT)]  # a token after it may be another one
     assert relative_error(halves, wanted[: len(PROMPT)]) < 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", kind) for kind in TYPES] + [("qwen3_moe", "Q4_K"), ("gemma2", "Q6_K")]
+)
+def test_on_a_gpu(family: str, kind: str, tmp_path: Path) -> None:
+    """Against the same numbers, decoded, in float32 on a CPU."""
+    file, folder = gguf_pair(family, tmp_path, kind, **FAMILIES[family] | WIDE)
+    wanted = logits_of(folder)[: len(PROMPT)]
+    found = logits_of(file, "bfloat16", "cuda")[: len(PROMPT)].cpu()
+    assert relative_error(found, wanted) < 0.03
 
 
 @pytest.mark.parametrize("kind", ["TQ2_0", "MXFP4"])

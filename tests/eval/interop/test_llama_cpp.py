@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.bundled import HELDOUT_TEXT
+from quantkit.calibration import Calibration
 from quantkit.errors import QuantkitError
 from quantkit.eval.interop.llama_cpp import COLUMNS, Windows, measure, perplexities_here, perplexity_there
 from quantkit.eval.interop.llama_rounding import block_of, rounded
@@ -61,7 +62,8 @@ def test_inputs_are_rounded_by_the_blocks_of_the_weight() -> None:
 
 def test_linears_of_a_file_see_rounded_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.gguf_import.folder.cache_folder", lambda: tmp_path / "cache")
-    quantize("demo-draft", load_recipe("q8_0"), tmp_path / "draft.gguf", quality_windows=0)
+    little = Calibration(samples=2, seq_len=64)
+    quantize("demo-draft", load_recipe("q8_0"), tmp_path / "draft.gguf", calibration=little, quality_windows=0)
     here = perplexities_here(tmp_path / "draft.gguf", WINDOWS)
     assert here.rounded != here.decoded
     assert here.rounded == pytest.approx(here.decoded, rel=0.02)
