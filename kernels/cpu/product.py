@@ -18,6 +18,12 @@ from quantkit.kernels.cpu.floats import load_floats, to_stored
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
 from quantkit.kernels.cpu.tiles import ROWS, Codes
 
+HALVED = 8  # tokens at a time, with 8 outputs, where vectors have 16 bytes
+INPUTS = 16  # of a turn: what a vector of x holds everywhere
+# Whole numbers up to 2^22 on either side, added to this one's bits, are the float beside it plus that number.
+_BITS_OF_MIDDLE, _MIDDLE = 0x4B400000, float(3 << 22)
+_MOST_FROM_MIDDLE = 128
+
 
 class Arguments(NamedTuple):
     """Addresses and sizes, in their order."""
@@ -59,6 +65,11 @@ class Kind(NamedTuple):
     wide: bool = False  # codes are decoded for many tokens at once (`wide_product.py`)
 
     @property
+    def rows(self) -> int:
+        """Outputs at a time: of a tile all, or half of them where a processor has registers for no more sums."""
+        return ROWS // 2 if self.tokens == HALVED and not self.wide else ROWS
+
+    @property
     def sums(self) -> int:
         return max(self.digits, self.codes.used(self.digits))
 
@@ -76,30 +87,31 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
     with (
         code.loop(first * held.tiles, code.select(end < count, end, count)) as tile,
         code.loop(0, held.tokens, kind.tokens) as token,
+        code.loop(0, ROWS, kind.rows) as row,
     ):
-        sums = _of_tile(code, held, kind, tile, token)
+        sums = _of_tile(code, held, kind, tile, row, token)
         for number, total in enumerate(sums):
             with code.when(token + number < held.tokens):
-                store(code, held, kind, tile, token + number, total)
+                store(code, held, kind, tile * ROWS + row, token + number, total)
 
 
-def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value) -> list[Value]:
-    """Sums of 16 outputs for each of some tokens."""
-    sums = [code.variable(code.constant(F32.x(ROWS), 0.0)) for _ in range(kind.tokens)]
-    codes = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8))
+def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, row: Value, token: Value) -> list[Value]:
+    """Sums of a tile's outputs from `row` on, for each of some tokens."""
+    sums = [code.variable(code.constant(F32.x(kind.rows), 0.0)) for _ in range(kind.tokens)]
+    codes = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8) + row * 4)
     with code.loop(0, held.groups, kind.every) as first:
-        outer = outer_of(code, held, kind, (tile * held.groups + first) // kind.every * ROWS)
+        outer = outer_of(code, held, kind, (tile * held.groups + first) // kind.every * ROWS + row)
         with code.loop(first, first + kind.every) as group:
-            grid = grid_of(code, held, kind, (tile * held.groups + group) * ROWS, outer)
+            grid = grid_of(code, held, kind, (tile * held.groups + group) * ROWS + row, outer)
             with code.loop(0, held.blocks) as part:
                 _add_block(code, held, kind, codes, token, group * held.blocks + part, grid, sums)
     if kind.outliers:
-        add_outliers(code, held, kind, tile, token, sums)
+        add_outliers(code, held, kind, tile, row, token, sums)
     return [total.get() for total in sums]
 
 
 class Grid(NamedTuple):
-    """What a group's codes stand for, of 16 outputs."""
+    """What a group's codes stand for, of `Kind.rows` outputs."""
 
     scales: Value
     zeros: Value | None
@@ -110,23 +122,23 @@ def outer_of(code: Code, held: Arguments, kind: Kind, place: Value) -> tuple[Val
     """Scales and lows that several groups share, in 16 bits."""
     if kind.every == 1:
         return None, None
-    scales = load_floats(code, torch.float16, ROWS, held.outer_scales, place)
-    return scales, load_floats(code, torch.float16, ROWS, held.outer_lows, place) if kind.lows else None
+    scales = load_floats(code, torch.float16, kind.rows, held.outer_scales, place)
+    return scales, load_floats(code, torch.float16, kind.rows, held.outer_lows, place) if kind.lows else None
 
 
 def grid_of(code: Code, held: Arguments, kind: Kind, place: Value, outer: tuple[Value | None, Value | None]) -> Grid:
     zeros = None
     if kind.codes.has_zero_points:
-        zeros = code.load(I8.x(ROWS), held.zeros, place).to(I32, signed=False) - kind.codes.zeros_from
-    scales = _scaled(code, kind.scales, held.scales, place, outer[0])
-    return Grid(scales, zeros, _scaled(code, kind.lows, held.lows, place, outer[1]) if kind.lows else None)
+        zeros = code.load(I8.x(kind.rows), held.zeros, place).to(I32, signed=False) - kind.codes.zeros_from
+    scales = _scaled(code, kind, kind.scales, held.scales, place, outer[0])
+    return Grid(scales, zeros, _scaled(code, kind, kind.lows, held.lows, place, outer[1]) if kind.lows else None)
 
 
-def _scaled(code: Code, dtype: torch.dtype, address: Value, place: Value, outer: Value | None) -> Value:
-    """Numbers of 16 outputs, times those that several groups share: they are small whole numbers then."""
+def _scaled(code: Code, kind: Kind, dtype: torch.dtype, address: Value, place: Value, outer: Value | None) -> Value:
+    """Numbers of some outputs, times those that several groups share: they are small whole numbers then."""
     if outer is None:
-        return load_floats(code, dtype, ROWS, address, place)
-    return code.load(I8.x(ROWS), address, place).to(I32).to(F32) * outer
+        return load_floats(code, dtype, kind.rows, address, place)
+    return code.load(I8.x(kind.rows), address, place).to(I32).to(F32) * outer
 
 
 def _add_block(
@@ -144,20 +156,35 @@ def _add_block(
     sums_of_x = digit_sums(code, held, kind, token, block)
     whole = [[code.variable(start) for start in starts(code, kind, offsets, sums)] for sums in sums_of_x]
     with code.loop(0, kind.block, kind.codes.step) as start:
-        quads = quads_of(code, kind, codes.get())
+        for turn in range(0, kind.codes.step, INPUTS):
+            x = load_x(code, held, kind, token, block, start + turn)
+            for quad in range(INPUTS // 4):
+                values = quad_of(code, kind, codes.get(), turn // 4 + quad)
+                multiply_quad(code, kind, values, quad, x, whole)
         codes.set(codes.get() + kind.codes.step * ROWS * kind.codes.bits // 8)
-        for number in range(kind.tokens):
-            x = []
-            for digit in range(kind.digits):
-                place = (held.x_tokens * digit + token + number) * held.inputs + block * kind.block + start
-                x.append(code.load(I8.x(kind.codes.step), held.x, place).view(I32.x(kind.codes.step // 4)))
-            for quad, values in enumerate(quads):
-                same = [digits.pick([quad] * ROWS).view(I8.x(4 * ROWS)) for digits in x]  # four inputs for each output
-                multiply_digits(code, kind, values, same, whole[number])
     for number, total in enumerate(sums):
         whole_sums = [part.get() for part in whole[number]]
         scale = code.load(F32, held.x_scales, (token + number) * held.groups * held.blocks + block)
         total.set(add_scaled(code, kind, grid, total.get(), whole_sums, sums_of_x[number], scale))
+
+
+def load_x(code: Code, held: Arguments, kind: Kind, token: Value, block: Value, start: Value) -> list[list[Value]]:
+    """16 inputs of some tokens, in quads; digits of each."""
+    places = [
+        [(held.x_tokens * digit + token + number) * held.inputs + block * kind.block + start
+         for digit in range(kind.digits)]
+        for number in range(kind.tokens)
+    ]  # fmt: skip
+    return [[code.load(I8.x(INPUTS), held.x, at).view(I32.x(INPUTS // 4)) for at in digits] for digits in places]
+
+
+def multiply_quad(
+    code: Code, kind: Kind, values: list[Value], quad: int, x: list[list[Value]], sums: list[list[Variable]]
+) -> None:
+    """Four inputs of some outputs, with the same of every token."""
+    for digits, own in zip(x, sums, strict=True):
+        same = [digit.pick([quad] * kind.rows).view(I8.x(4 * kind.rows)) for digit in digits]
+        multiply_digits(code, kind, values, same, own)
 
 
 def digit_sums(code: Code, held: Arguments, kind: Kind, token: Value, block: Value) -> list[list[Value]]:
@@ -174,25 +201,38 @@ def add_scaled(
     code: Code, kind: Kind, grid: Grid, total: Value, sums: list[Value], sums_of_x: list[Value], scale: Value
 ) -> Value:
     """What a block gives beside what was there: its sums as floats, times the scales of weight and x."""
-    total = code.fma(as_float(code, sums), grid.scales * (scale * kind.unit).splat(ROWS), total)
+    total = code.fma(_counted(code, kind, sums), grid.scales * (scale * kind.unit).splat(kind.rows), total)
     if grid.lows is None:
         return total
-    return code.fma(grid.lows, (as_float(code, sums_of_x) * scale).splat(ROWS), total)
+    return code.fma(grid.lows, (as_float(code, sums_of_x) * scale).splat(kind.rows), total)
 
 
-def add_outliers(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, sums: list[Variable]) -> None:
+def _counted(code: Code, kind: Kind, sums: list[Value]) -> Value:
+    """What was added up from `starts` on, as floats."""
+    return sums[0].view(F32.x(kind.rows)) - _MIDDLE if _from_middle(code, kind) else as_float(code, sums)
+
+
+def _from_middle(code: Code, kind: Kind) -> bool:
+    """Where that is quicker than to convert whole numbers, and they are small enough: 8 bits times 7, 128 of them."""
+    return code.processor.is_arm and kind.sums == 1 and kind.block <= _MOST_FROM_MIDDLE
+
+
+def add_outliers(
+    code: Code, held: Arguments, kind: Kind, tile: Value, row: Value, token: Value, sums: list[Variable]
+) -> None:
     """What columns of x give that are multiplied in floats; tokens beyond the last read it again."""
     count, columns, x, stride = (code.load(I64, held.outliers, place) for place in range(4))
-    scales = load_floats(code, kind.scales, ROWS, held.scales, tile * ROWS)
+    scales = load_floats(code, kind.scales, kind.rows, held.scales, tile * ROWS + row)
     with code.loop(0, count) as number:
         column = code.load(I32, columns, number).to(I64)
-        quad = code.load(I32.x(ROWS), held.codes, tile * held.inputs * (ROWS // 4) + (column >> 2) * ROWS)
+        at = tile * held.inputs * (ROWS // 4) + (column >> 2) * ROWS + row
+        quad = code.load(I32.x(kind.rows), held.codes, at)
         weights = signed_byte(code, quad, column & 3).to(F32) * scales
         for place, total in enumerate(sums):
             last = held.tokens - 1
             own = code.select(token + place < last, token + place, last)
             value = load_floats(code, kind.dtype, 1, x, own * stride + column).at(0)
-            total.set(code.fma(weights, value.splat(ROWS), total.get()))
+            total.set(code.fma(weights, value.splat(kind.rows), total.get()))
 
 
 def as_float(code: Code, sums: list[Value]) -> Value:
@@ -207,11 +247,12 @@ def as_float(code: Code, sums: list[Value]) -> Value:
 
 def starts(code: Code, kind: Kind, offsets: list[Value | int], sums: list[Value]) -> list[Value]:
     """What sums of products begin with, so that codes may stand for `code - offset`."""
-    starts = [code.constant(I32.x(ROWS), 0) for _ in range(kind.sums)]
+    none = _BITS_OF_MIDDLE if _from_middle(code, kind) else 0
+    starts = [code.constant(I32.x(kind.rows), none) for _ in range(kind.sums)]
     for left, offset in enumerate(offsets):
         for right, total in enumerate(sums):
             if left + right < len(starts) and not (isinstance(offset, int) and offset == 0):
-                product = total.splat(ROWS) * offset
+                product = total.splat(kind.rows) * offset
                 starts[left + right] = starts[left + right] - product
     return starts
 
@@ -224,22 +265,19 @@ def multiply_digits(code: Code, kind: Kind, values: list[Value], x: list[Value],
                 total.set(dot(code, total.get(), value, digit, bits=kind.codes.dot_bits))
 
 
-def quads_of(code: Code, kind: Kind, address: Value) -> list[list[Value]]:
-    """The bytes of 16 outputs and 4 inputs at a time, for all inputs of a step; several where they have digits."""
-    quads = []
-    for quad in range(kind.codes.step // 4):
-        value, shift, start = None, 0, 0
-        for bits in kind.codes.planes:
-            each = 8 // bits  # quads in a vector
-            held = code.load(I8.x(4 * ROWS), address + (start + quad // each * 4 * ROWS))
-            part = _bits(held, quad % each * bits, bits)
-            value = part if value is None else value | (part << shift)
-            shift += bits
-            start += kind.codes.step // 4 // each * 4 * ROWS
-        assert value is not None
-        tables = kind.codes.tables(code.processor, kind.digits)
-        quads.append([look_up(code, table, value) for table in tables] or [value])
-    return quads
+def quad_of(code: Code, kind: Kind, address: Value, quad: int) -> list[Value]:
+    """The bytes of some outputs and 4 inputs of a step; several where they have digits."""
+    value, shift, start = None, 0, 0
+    for bits in kind.codes.planes:
+        each = 8 // bits  # quads in a vector
+        held = code.load(I8.x(4 * kind.rows), address + (start + quad // each * 4 * ROWS))
+        part = _bits(held, quad % each * bits, bits)
+        value = part if value is None else value | (part << shift)
+        shift += bits
+        start += kind.codes.step // 4 // each * 4 * ROWS
+    assert value is not None
+    tables = kind.codes.tables(code.processor, kind.digits)
+    return [look_up(code, table, value) for table in tables] or [value]
 
 
 def _bits(held: Value, low: int, bits: int) -> Value:
@@ -247,12 +285,12 @@ def _bits(held: Value, low: int, bits: int) -> Value:
     return shifted if low + bits == 8 else shifted & ((1 << bits) - 1)
 
 
-def store(code: Code, held: Arguments, kind: Kind, tile: Value, token: Value, total: Value) -> None:
-    start = tile * ROWS
+def store(code: Code, held: Arguments, kind: Kind, start: Value, token: Value, total: Value) -> None:
+    """Outputs from `start` on, as many as there are."""
     row = token * held.y_stride
-    with code.when(start + ROWS < held.outputs + 1):
+    with code.when(start + kind.rows < held.outputs + 1):
         _store_some(code, held, kind, total, row, start)
-    with code.when(held.outputs < start + ROWS), code.loop(start, held.outputs) as output:
+    with code.when(held.outputs < start + kind.rows), code.loop(start, held.outputs) as output:
         _store_some(code, held, kind, total.at(output - start).splat(1), row, output)
 
 

@@ -8,12 +8,11 @@ from functools import cache, partial
 
 from quantkit.kernels.cpu import product
 from quantkit.kernels.cpu.compiling import compiled
-from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
-from quantkit.kernels.cpu.product import Arguments, Grid, Kind
+from quantkit.kernels.cpu.language import F32, I8, I64, Code, Value, Variable
+from quantkit.kernels.cpu.product import INPUTS, Arguments, Grid, Kind
 from quantkit.kernels.cpu.tiles import ROWS
 
 _TOKENS = 128  # that share a decoded block: their sums take 8 KB
-_INPUTS = 16  # of a turn: what a vector of x holds everywhere
 
 
 @cache
@@ -39,10 +38,10 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
         with code.loop(token, stop, kind.tokens) as some:
             totals = [code.variable(total) for total in _loaded(code, kind, sums, some - token)]
             if kind.outliers:
-                product.add_outliers(code, held, kind, tile, some, totals)
+                product.add_outliers(code, held, kind, tile, code.constant(I64, 0), some, totals)
             for place, total in enumerate(totals):
                 with code.when(some + place < stop):
-                    product.store(code, held, kind, tile, some + place, total.get())
+                    product.store(code, held, kind, tile * ROWS, some + place, total.get())
 
 
 def _loaded(code: Code, kind: Kind, sums: Value, first: Value) -> list[Value]:
@@ -67,8 +66,8 @@ def _add_tile(
 def _decode(code: Code, kind: Kind, codes: Variable, decoded: Value) -> None:
     """The bytes of a block; those of a second digit behind all of the first."""
     with code.loop(0, kind.block, kind.codes.step) as start:
-        for quad, values in enumerate(product.quads_of(code, kind, codes.get())):
-            for digit, value in enumerate(values):
+        for quad in range(kind.codes.step // 4):
+            for digit, value in enumerate(product.quad_of(code, kind, codes.get(), quad)):
                 place = (start // 4 + (digit * kind.block // 4 + quad)) * (4 * ROWS)
                 code.store(value, decoded, place)
         codes.set(codes.get() + kind.codes.step * ROWS * kind.codes.bits // 8)
@@ -82,23 +81,15 @@ def _add_block(
     offsets = [zeros if zeros is not None else one for one in kind.codes.offsets(code.processor, kind.digits)]
     sums_of_x = product.digit_sums(code, held, kind, token, block)
     whole = [[code.variable(start) for start in product.starts(code, kind, offsets, own)] for own in sums_of_x]
-    with code.loop(0, kind.block, _INPUTS) as start:
-        x = [[_load_x(code, held, kind, token + number, digit, block, start) for digit in range(kind.digits)]
-             for number in range(kind.tokens)]  # fmt: skip
-        for quad in range(_INPUTS // 4):
+    with code.loop(0, kind.block, INPUTS) as start:
+        x = product.load_x(code, held, kind, token, block, start)
+        for quad in range(INPUTS // 4):
             places = [(start // 4 + (digit * kind.block // 4 + quad)) * (4 * ROWS)
                       for digit in range(kind.codes.used(kind.digits))]  # fmt: skip
             values = [code.load(I8.x(4 * ROWS), decoded, place) for place in places]
-            for digits, own in zip(x, whole, strict=True):
-                same = [digit.pick([quad] * ROWS).view(I8.x(4 * ROWS)) for digit in digits]
-                product.multiply_digits(code, kind, values, same, own)
+            product.multiply_quad(code, kind, values, quad, x, whole)
     for number, total in enumerate(_loaded(code, kind, sums, code.constant(I64, 0))):
         scale = code.load(F32, held.x_scales, (token + number) * held.groups * held.blocks + block)
         parts = [part.get() for part in whole[number]]
         added = product.add_scaled(code, kind, grid, total, parts, sums_of_x[number], scale)
         code.store(added, sums, number * ROWS)
-
-
-def _load_x(code: Code, held: Arguments, kind: Kind, token: Value, digit: int, block: Value, start: Value) -> Value:
-    place = (held.x_tokens * digit + token) * held.inputs + block * kind.block + start
-    return code.load(I8.x(_INPUTS), held.x, place).view(I32.x(_INPUTS // 4))

@@ -144,6 +144,18 @@ def test_act_order(bits: int, dtype: torch.dtype) -> None:
         assert_close(make_x(tokens, 256, dtype), fmt, scattered)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
+@pytest.mark.parametrize("zero", [0, 255])
+def test_the_largest_sums(tokens: int, zero: int) -> None:
+    """Every product as large as can be, of one sign."""
+    codes = torch.full((24, 256), 255 - zero, dtype=torch.uint8)
+    scales, zeros = torch.full((24, 2), 1e-3), torch.full((24, 2), zero, dtype=torch.uint8)
+    fmt = CtPacked(bits=8, group_size=128, sym=False)
+    for sign in (1.0, -1.0):
+        x = torch.full((tokens, 256), sign).bfloat16()
+        assert_close(x, fmt, IntegerWeight(codes, scales, zeros, 8, 128))
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_zero_points_far_from_the_middle(tokens: int) -> None:
     """Inputs with a mean add up whatever error zero points have."""

@@ -22,15 +22,27 @@ if TYPE_CHECKING:
 TILE_ROWS = 16  # outputs, as `kernels/cpu/tiles.py` has it
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
 _SHORT = 1024  # inputs of a row with one scale, up to which it is padded to whole steps and not to whole blocks
-_WIDE_TOKENS = (8, 32)  # from which on codes are decoded for all of them; those of 8 bits need no decoding
 _PIECES = 8  # of a product for each thread: who is free takes the next
 _WIDER = {3: 4, 5: 6}  # bits that codes get whose own make planes of one bit
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
-# Bytes of a vector -> digits of x -> tokens that share what was decoded, as far as there are registers for their sums.
-_AT_ONCE = {
-    16: {1: (1, 2, 4), 2: (1, 2), 3: (1, 2)},
-    32: {1: (1, 2, 4), 2: (1, 2), 3: (1, 2)},
-    64: {1: (1, 4, 8), 2: (1, 4), 3: (1, 4)},
+
+
+class Registers(NamedTuple):
+    """What a processor's vectors have room for: digits of x -> tokens that share what was decoded.
+
+    wide_from  tokens from which on codes are decoded for all of them, and those of 8 bits, which need no decoding
+    """
+
+    at_once: dict[int, tuple[int, ...]]
+    wide: dict[int, int]
+    wide_from: tuple[int, int] = (8, 32)
+
+
+# By the bytes of a vector.
+_REGISTERS = {
+    16: Registers({1: (1, 2, 4, 8), 2: (1, 2), 3: (1, 2)}, {1: 4, 2: 2, 3: 2}, (32, 32)),
+    32: Registers({1: (1, 2, 4), 2: (1, 2), 3: (1, 2)}, {1: 4, 2: 2, 3: 2}),
+    64: Registers({1: (1, 4, 8), 2: (1, 4), 3: (1, 4)}, {1: 8, 2: 4, 3: 4}),
 }
 
 
@@ -99,14 +111,16 @@ class Tiles:
         from quantkit.kernels.cpu.product import Kind
         from quantkit.kernels.cpu.wide_product import kernel
 
-        together = max(count for count in _AT_ONCE[this_processor().vector][digits] if count <= tokens)
+        registers = _REGISTERS[this_processor().vector]
+        wide = tokens >= registers.wide_from[self.meaning.bits == 8]
+        together = registers.wide[digits] if wide else _together(tokens, registers.at_once[digits])
         count, groups = len(self.codes), self.scales.shape[1]
         each = max(1, count // (_PIECES * threads))
         inputs = groups * self.group
         lows = None if self.lows is None else self.lows.dtype
         kind = Kind(
             *(self.meaning, self.block, digits, together, dtype, self.scales.dtype, self.every, lows, outliers),
-            wide=tokens >= _WIDE_TOKENS[self.meaning.bits == 8],
+            wide=wide,
         )
         scales, zeros, *others = (0 if part is None else part.data_ptr() for part in self._numbers.values())
         return Plan(
@@ -150,6 +164,11 @@ class Tiles:
             outer_scales=_joined([part.outer_scales for part in parts]),
             outer_lows=_joined([part.outer_lows for part in parts]),
         )
+
+
+def _together(tokens: int, counts: tuple[int, ...]) -> int:
+    """How many at a time take least: decoding costs about as much as one token more."""
+    return min(sorted(counts, reverse=True), key=lambda count: -(-tokens // count) * (count + 1))
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
