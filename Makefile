@@ -7,6 +7,9 @@ PART ?= all
 PIP_FLAGS := --quiet --disable-pip-version-check
 LOCKED := $(PIP_FLAGS) -c requirements-lock.txt
 
+# Python keeps its bytecode, also where an image says otherwise: many processes are started.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-long lint format test-gpu test-sanitizer test-interop docs peers dist lock clean
 
 demo: $(VENV)/demo-ready

@@ -28,12 +28,18 @@ UNSEEN = {"accelerate", "httptools", "uvloop"}  # imported by lm-eval's own mode
 PEERS = {"auto_round", "bitsandbytes", "compressed_tensors", "gptqmodel", "llmcompressor", "vllm"}
 PEER_FOLDERS = ("eval/peers/", "eval/interop/", "eval/kernels/peers.py", "tests/interop/", "tests/golden/")
 
-FILES = {str(file.relative_to(ROOT)): imports_of(file) for file in sources(*FOLDERS)}
-TESTS = {str(file.relative_to(ROOT)): imports_of(file) for file in sources("tests")}
 SUPPORT = {entry.stem for entry in (ROOT / "tests" / "support").iterdir()}
+Files = dict[str, list[Import]]
+
+pytestmark = pytest.mark.xdist_group("dependencies")
 
 
-def undeclared(files: dict[str, list[Import]], known: set[str]) -> list[str]:
+@pytest.fixture(scope="module")
+def files() -> Files:
+    return {str(file.relative_to(ROOT)): imports_of(file) for file in sources(*FOLDERS)}
+
+
+def undeclared(files: Files, known: set[str]) -> list[str]:
     return sorted(
         f"{file} imports {one.package}"
         for file, found in files.items()
@@ -42,17 +48,18 @@ def undeclared(files: dict[str, list[Import]], known: set[str]) -> list[str]:
     )
 
 
-def test_every_import_is_declared() -> None:
-    assert len(FILES) > 400  # the walk sees something
-    assert undeclared(FILES, set().union(CORE, WITH_TORCH, *(DECLARED[extra] for extra in EXTRAS))) == []
+def test_every_import_is_declared(files: Files) -> None:
+    assert len(files) > 400  # the walk sees something
+    assert undeclared(files, set().union(CORE, WITH_TORCH, *(DECLARED[extra] for extra in EXTRAS))) == []
 
 
 def test_tests_import_what_dev_declares() -> None:
-    assert undeclared(TESTS, CORE | DECLARED["dev"] | SUPPORT | {"_pytest"}) == []
+    tests = {str(file.relative_to(ROOT)): imports_of(file) for file in sources("tests")}
+    assert undeclared(tests, CORE | DECLARED["dev"] | SUPPORT | {"_pytest"}) == []
 
 
-def test_everything_declared_is_imported() -> None:
-    used = {one.package for found in FILES.values() for one in foreign(found)}
+def test_everything_declared_is_imported(files: Files) -> None:
+    used = {one.package for found in files.values() for one in foreign(found)}
     assert used >= CORE
     for extra in EXTRAS:
         assert DECLARED[extra] - UNSEEN <= used, extra
@@ -68,10 +75,10 @@ def test_the_table_of_extras_is_that_of_pyproject() -> None:
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_the_core_loads_without(extra: str) -> None:
+def test_the_core_loads_without(extra: str, files: Files) -> None:
     """Whatever loads a package of the extra, itself or through other modules, stands where the extra's modules do."""
-    modules = {module_name(ROOT / file): file for file in FILES}
-    at_load = {module: {one.name for one in FILES[file] if one.at_load} for module, file in modules.items()}
+    modules = {module_name(ROOT / file): file for file in files}
+    at_load = {module: {one.name for one in files[file] if one.at_load} for module, file in modules.items()}
     only_here = set(EXTRAS[extra]) - CORE
     need = {module for module, names in at_load.items() if {name.partition(".")[0] for name in names} & only_here}
     while grown := {
