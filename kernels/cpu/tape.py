@@ -53,6 +53,11 @@ class _Watch(TorchDispatchMode):
         self.kept: list[Any] = []
         self.computes = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled by torch here, and to skip its compiler loads it and Triton: 0.1 GB, and a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.kept.append(result)

@@ -1,4 +1,5 @@
-"""What a start must not import, because it takes seconds: an engine that serves token ids knows nothing of text."""
+"""What an engine must not import, because it takes seconds and memory: one that serves token ids knows nothing of text,
+and one on a CPU nothing of compilers for GPUs."""
 
 import subprocess
 import sys
@@ -11,13 +12,17 @@ import torch
 from quantkit.eval.shapes import PLAIN_SHAPES
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.model.rope import rope_tables
 from quantkit.runtime.startup import start_engine
 
-start_engine("demo", EngineOptions(device="cpu"))
+engine = start_engine("demo", EngineOptions(device="cpu"))
+engine.add([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+while engine.unfinished:
+    engine.step()
 llama = PLAIN_SHAPES["llama-3.1-8b"]
 rope_tables(llama, read_model_config(llama), 8, torch.device("cpu"))
-print([name for name in ("transformers", "tokenizers", "datasets") if name in sys.modules])
+print([name for name in ("transformers", "tokenizers", "datasets", "triton", "torch._dynamo") if name in sys.modules])
 """
 
 
