@@ -49,9 +49,8 @@ class Result:
 def all_pairs(cards: list[Card], *, turns: bool = False) -> Iterator[Pair]:
     """What is slow, or what only the tuner tries, is compiled for bfloat16 alone; the latter not at all for AMD.
 
-    `turns`, by the name of the case: what the tuner tries for one card of them; what is slow, and float16, for every
-    third; cards with little shared memory (sm_86, 89, 120), whose tiles are the same, for one of them; all else for
-    every card.
+    `turns`, by the name of the case: what is slow, what the tuner tries, and float16, for one card; in bfloat16 all else
+    for every card, but of those with little shared memory (sm_86, 89, 120), whose tiles are the same, for one.
     """
     small = [card for card in cards if card.shared <= _LITTLE_SHARED]
     for place, card in enumerate(cards):
@@ -60,11 +59,11 @@ def all_pairs(cards: list[Card], *, turns: bool = False) -> Iterator[Pair]:
         for case in cases:
             turn = crc32(case.name.encode())
             own_turn = turn % len(cards) == place
-            third_turn = turn % 3 == (small.index(card) if card in small else place) % 3
-            always = not case.slow and card not in small
-            if not turns or (own_turn if case.tried else always or third_turn):
+            rare = case.tried or case.slow
+            among_small = card not in small or turn % len(small) == small.index(card)
+            if not turns or (own_turn if rare else among_small):
                 yield Pair(card, torch.bfloat16, case)
-            if not (case.tried or case.slow) and (third_turn or not turns):
+            if not rare and (own_turn or not turns):
                 yield Pair(card, torch.float16, case)
 
 
