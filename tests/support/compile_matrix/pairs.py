@@ -49,7 +49,7 @@ class Result:
 def all_pairs(cards: list[Card], *, turns: bool = False) -> Iterator[Pair]:
     """What is slow, or what only the tuner tries, is compiled for bfloat16 alone; the latter not at all for AMD.
 
-    `turns`, by the name of the case: what is slow, what the tuner tries, and float16, for one card; all else in bfloat16
+    `turns`, by the name of the case: what is slow, what the tuner tries, and float16, for one card; else, in bfloat16,
     for every card, but of those with little shared memory (sm_86, 89, 120), whose tiles are the same, for one.
     """
     small = [card for card in cards if card.shared <= _LITTLE_SHARED]
