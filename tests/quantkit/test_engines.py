@@ -66,11 +66,12 @@ def test_refusals_say_why() -> None:
      (CtPacked(), set()), (CtPacked(sym=False), {"transformers"}), (CtFloat8(), set()), (CtMxfp4(), {"SGLang"})],
 )  # fmt: skip
 def test_experts_that_transformers_keeps_in_one_tensor(fmt: Format, engines: set[str]) -> None:
-    """As it was run: tests/interop/test_load_experts.py. A run of the same format without experts proves nothing."""
+    """As it was run: tests/interop/test_load_experts.py. A run of the same format without experts proves nothing; vLLM was
+    given some with experts."""
     layers = Layers({"model.layers.0.mlp.experts.0.up_proj": fmt})
     assert {verdict.engine for verdict in verdicts(layers) if not verdict.loads} == engines
     assert layout_of(layers).endswith(" with experts")
-    assert {verdict.evidence for verdict in verdicts(layers)} == {"", NOT_RUN}
+    assert {verdict.evidence for verdict in verdicts(layers) if verdict.engine != "vLLM"} == {"", NOT_RUN}
     shared = Layers({"model.layers.0.mlp.shared_experts.up_proj": fmt})
     assert not any(verdict.engine == "transformers" and verdict.reasons for verdict in verdicts(shared))
 

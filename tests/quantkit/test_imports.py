@@ -81,7 +81,7 @@ ALLOWED["runtime"] = {
     "wording",
 }
 ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"]
-ALLOWED["eval"] |= {"runtime", "bundled", "convert", "divergence", "inspection", "planning"}
+ALLOWED["eval"] |= {"runtime", "bundled", "convert", "divergence", "expert_modules", "inspection", "planning"}
 ALLOWED["medusa"] = {"bundled", "calibration", "checkpoint", "reference", "runtime", "sources", "wording"}
 ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection", "runtime", "sources", "wording"}
 ALLOWED["deploy"] = {"checkpoint", "errors", "runtime", "sources", "strict_yaml", "wording"}
