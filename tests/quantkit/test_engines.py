@@ -66,8 +66,8 @@ def test_refusals_say_why() -> None:
      (CtPacked(), set()), (CtPacked(sym=False), {"transformers"}), (CtFloat8(), set()), (CtMxfp4(), {"SGLang"})],
 )  # fmt: skip
 def test_experts_that_transformers_keeps_in_one_tensor(fmt: Format, engines: set[str]) -> None:
-    """As it was run: tests/interop/test_load_experts.py. A run of the same format without experts proves nothing; vLLM was
-    given some with experts."""
+    """As it was run: tests/interop/test_load_experts.py. A run of the same format without experts proves nothing; some
+    with experts were given to vLLM."""
     layers = Layers({"model.layers.0.mlp.experts.0.up_proj": fmt})
     assert {verdict.engine for verdict in verdicts(layers) if not verdict.loads} == engines
     assert layout_of(layers).endswith(" with experts")
