@@ -1,7 +1,6 @@
 """Models of a shape at random, as files keep them, and what a run on one says."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,10 +22,11 @@ def test_a_model_is_stored_as_published_ones_are(shape: str, tmp_path: Path, mon
     assert ("model.layers.0.mlp.experts.3.down_proj.weight" in checkpoint.tensors) == (shape == "tiny-experts")
 
 
-def test_a_run_says_seconds_and_memory() -> None:
-    command = [sys.executable, "-m", "quantkit.eval.scale", "tiny-experts", "rtn-w4g128", "--device", "cpu"]
-    command += ["--blocks", "1", "--quality-windows", "0"]
-    row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def test_a_run_says_seconds_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["tiny-experts", "rtn-w4g128", "--device", "cpu", "--blocks", "1", "--quality-windows", "0"]
+    monkeypatch.setattr(sys, "argv", ["scale", *given])
+    scale.main()
+    row = json.loads(capsys.readouterr().out)
     assert (row["shape"], row["recipe"], row["layers"]) == ("tiny-experts", "rtn-w4g128", 4 + 4 * 3)
     assert row["seconds"] > 0
     assert row["peak_resident_gib"] > row["peak_gpu_gib"] == 0

@@ -99,12 +99,12 @@ def test_looking_up() -> None:
 @pytest.mark.parametrize("processor", KNOWN.values(), ids=KNOWN)
 def test_other_processors(processor: Processor) -> None:
     """Their own instruction multiplies, for integers and for tables."""
-    for codes in (Codes(4, zero=8), Codes(4, digits=(tuple(range(16)), tuple(range(16))))):
+    table = Codes(4, digits=(tuple(range(16)), tuple(range(16))))
+    for codes, body in ((Codes(4, zero=8), multiply), (table, wide_product.multiply)):
         kind = Kind(codes, 32, 2, 2, torch.bfloat16, torch.bfloat16)
+        text = assembly("product", 3, partial(body, kind=kind), processor)
         widened = processor.dot == "pmaddubsw" and codes.digits
-        for body in (multiply, wide_product.multiply):
-            text = assembly("product", 3, partial(body, kind=kind), processor)
-            assert ("vpm" if widened else INSTRUCTIONS[processor.dot]) in text
+        assert ("vpm" if widened else INSTRUCTIONS[processor.dot]) in text
 
 
 @pytest.mark.parametrize("processor", KNOWN.values(), ids=KNOWN)

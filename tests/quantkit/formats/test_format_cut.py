@@ -113,7 +113,7 @@ def assert_parts_are_exact(checkpoint: Checkpoint, outputs: Index, inputs: Index
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_every_format(kind: str, data: st.DataObject, seed: int) -> None:
     fmt, shape, outputs, inputs = data.draw(problems(kind))
