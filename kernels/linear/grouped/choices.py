@@ -20,7 +20,7 @@ _ENOUGH = 3  # programs for each multiprocessor, from which inputs are not split
 _SPLITS = (1, 2, 4, 8)
 _FEWEST_STEPS = 2  # of a split
 _LEAST_OF_3_BITS = 5  # load: tiles of 16 pairs, as dense layers have it (`weight_only/choices.py`)
-_LARGEST_IN_REGISTERS = 22  # load: larger tiles of codes spill where a warp holds its operands itself
+_LARGEST_IN_REGISTERS = 22  # load: larger tiles of codes and 8 bits spill where a warp holds its operands itself
 _LARGEST_EMULATED = 10  # load: larger tiles of FP8 spill where a card decodes it in registers
 _PAIRS_ROOM = 160 << 10  # bytes of shared memory of a multiprocessor, for tables of pairs
 
@@ -67,8 +67,12 @@ _FROM_TENSOR_MEMORY = {
 # For a scale of every 16 inputs (NVFP4), where a warp holds its operands itself.
 _OF_FINE_SCALES = {_PACKED[22]: replace(_PACKED[22], gate_up=TileConfig(64, 4, 2))}
 
+# For FP8 beside activations of 16 bits, where products come from shared memory.
+_EXACT = {_EIGHT_BIT[22]: replace(_EIGHT_BIT[22], gate_up=TileConfig(64, 8, 3))}
+
 _EIGHT_BIT_PROMPTS = Way(128, TileConfig(64, 8, 3, streamed=False), TileConfig(128, 8, 3, streamed=False))
 _SMALL_EIGHT_BIT_PROMPTS = Way(64, TileConfig(64, 8, 2, streamed=False), TileConfig(64, 8, 2, streamed=False))
+_IN_TILES = ("fp8-static", "fp8-block-blocks")  # scales within a tile need the registers of smaller ones
 _EMULATED = Way(32, TileConfig(32, 4, 2, streamed=False), TileConfig(32, 4, 2, streamed=False))
 
 # What is worth a measurement: pairs of a tile -> (outputs, warps, stages) of both products, for codes and for 8 bits
@@ -102,9 +106,9 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card, 
     if most is None:
         large = card is NO_GPU or card.multiplies_from_shared
         if eight_bit:
-            return _EIGHT_BIT_PROMPTS if large else _SMALL_EIGHT_BIT_PROMPTS
+            return _EIGHT_BIT_PROMPTS if large and gate_up.kind not in _IN_TILES else _SMALL_EIGHT_BIT_PROMPTS
         return replace(_suited(_PROMPTS if large else _SMALL_PROMPTS, gate_up, card), decoded=packed)
-    if packed and card is not NO_GPU and not card.multiplies_from_shared:
+    if (packed or eight_bit) and card is not NO_GPU and not card.multiplies_from_shared:
         most = min(most, _LARGEST_IN_REGISTERS)
     way = _suited(table[most], gate_up, card)
     return replace(
@@ -118,6 +122,8 @@ def _suited(way: Way, gate_up: GroupedWeight, card: Card) -> Way:
     """What does not spill on this card."""
     if card.has_tensor_memory:
         return _FROM_TENSOR_MEMORY.get(way, way)
+    if gate_up.kind == "fp8-exact" and card.multiplies_from_shared:
+        return _EXACT.get(way, way)
     if isinstance(gate_up, GroupedPacked) and gate_up.first.group < 32 and not card.multiplies_from_shared:
         return _OF_FINE_SCALES.get(way, way)
     return way
