@@ -21,7 +21,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt) -> 
         return list(prompt)
     if tokenizer is None:
         raise InputError("this model folder has no tokenizer; give token ids instead of text")
-    return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer(prompt, verbose=False)["input_ids"])
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Message]) -> list[int]:
@@ -29,4 +29,4 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Me
     if tokenizer is None or not tokenizer.chat_template:
         raise InputError("this model's tokenizer has no chat template; give plain prompts")
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

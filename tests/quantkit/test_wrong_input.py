@@ -167,12 +167,13 @@ def test_devices_that_are_not_here(assert_refused: Refused, tmp_path: Path) -> N
         assert_refused(tmp_path, "generate", "demo-draft", "x", "--device", "cuda", words=("sees no GPU",))
 
 
-def test_generate_limits(assert_refused: Refused, tmp_path: Path) -> None:
+def test_generate_limits(assert_refused: Refused, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     generate = ("generate", "demo-draft")
     assert_refused(tmp_path, *generate, "", words=("prompt is empty",))
     assert_refused(
         tmp_path, "generate", "demo-draft", "x " * 3000, words=("tokens", "contexts end at 2048", "shorten it")
     )
+    assert caplog.records == [], "our line says it all: the tokenizer's own warning is not to stand beside it"
     assert_refused(tmp_path, *generate, "x", "--max-context", 4096, words=("made for 2048 positions",))
     assert_refused(tmp_path, *generate, "x", "--top-p", 1.5, words=("top_p", "1.5"))
     assert_refused(tmp_path, *generate, "x", "-n", 2, words=("need --json",))
