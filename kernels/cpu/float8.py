@@ -14,12 +14,13 @@ from torch import Tensor
 
 from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.floats import load_floats, upper_halves
-from quantkit.kernels.cpu.language import F32, I8, I16, I32, Code, Value
+from quantkit.kernels.cpu.language import F16, F32, I8, I16, I32, Code, Value
 from quantkit.kernels.cpu.pool import shared_pool
 from quantkit.kernels.cpu.rows import LANES, along, as_argument, load_argument, load_integers
 
 RAISED = 2.0**64
 RAISED_UNIT = 2.0**120 / RAISED  # what a product of a raised number and a `load_float8` counts
+LOWERED = 2.0**-4  # what float16 of tokens are held times: of products in float16, 256 add up to less than 2^14
 _LARGEST = 448.0
 
 
@@ -29,12 +30,23 @@ def load_float8(code: Code, lanes: int, address: Value, place: Value) -> Value:
     return upper_halves(code, halves)
 
 
-def round_tokens(x: Tensor, groups: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """x [tokens, inputs] in float8, as raised float32, and scales [tokens, groups]: those given, or the smallest."""
-    values, scales = torch.empty(x.shape), torch.empty(x.shape[0], groups)
+def round_tokens(x: Tensor, groups: int, scale: float | None, *, halves: bool = False) -> tuple[Tensor, Tensor]:
+    """x [tokens, inputs] in float8, and scales [tokens, groups]: those given, or the smallest. The float8 are held as
+    raised float32, or as lowered float16."""
+    return _rounded(x, groups, scale, "lowered" if halves else "raised")
+
+
+def rounded_tokens(x: Tensor, groups: int, scale: float | None) -> Tensor:
+    """The same times their scales, float32: what the float8 stand for."""
+    return _rounded(x, groups, scale, "scaled")[0]
+
+
+def _rounded(x: Tensor, groups: int, scale: float | None, held: str) -> tuple[Tensor, Tensor]:
+    values = torch.empty(x.shape, dtype=torch.float16 if held == "lowered" else torch.float32)
+    scales = torch.empty(x.shape[0], groups)
     arguments = [x.data_ptr(), x.stride(0), x.shape[1], groups, values.data_ptr(), scales.data_ptr()]
     arguments.append(as_argument(scale or 0.0))
-    shared_pool().run(_rounding(x.dtype, scale is not None), arguments, x.shape[0])
+    shared_pool().run(_rounding(x.dtype, scale is not None, held), arguments, x.shape[0])
     return values, scales
 
 
@@ -47,8 +59,8 @@ def widen(values: Tensor, scales: Tensor) -> Tensor:
 
 
 @cache
-def _rounding(dtype: torch.dtype, given: bool) -> int:
-    return compiled("round_float8", 3, partial(_round, dtype=dtype, given=given))
+def _rounding(dtype: torch.dtype, given: bool, held: str) -> int:
+    return compiled("round_float8", 3, partial(_round, dtype=dtype, given=given, held=held))
 
 
 @cache
@@ -56,18 +68,24 @@ def _widening() -> int:
     return compiled("widen_float8", 3, _widen)
 
 
-def _round(code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, given: bool) -> None:
+def _round(
+    code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, given: bool, held: str
+) -> None:
     x, stride, inputs, groups, values, scales = load_integers(code, arguments, 6)
     size = inputs // groups
     with code.loop(first, last) as token, code.loop(0, groups) as group:
         source = x + (token * stride + group * size) * dtype.itemsize
-        target = values + (token * inputs + group * size) * 4
+        target = values + (token * inputs + group * size) * (2 if held == "lowered" else 4)
         scale = load_argument(code, arguments, 6) if given else _scale(code, dtype, source, size)
         code.store(scale, scales, token * groups + group)
 
         def write(place: Value, lanes: int, source: Value = source, to: Value = target, scale: Value = scale) -> None:
-            value = load_floats(code, dtype, lanes, source, place) // scale.splat(lanes)
-            code.store(rounded(code, value) * RAISED, to, place)
+            value = rounded(code, load_floats(code, dtype, lanes, source, place) // scale.splat(lanes))
+            if held == "scaled":
+                value = value * scale.splat(lanes)
+            else:
+                value = (value * LOWERED).to(F16) if held == "lowered" else value * RAISED
+            code.store(value, to, place)
 
         along(code, size, write)
 

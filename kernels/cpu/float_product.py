@@ -17,7 +17,7 @@ from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.float8 import RAISED_UNIT, load_float8
 from quantkit.kernels.cpu.floats import load_floats, store_floats
 from quantkit.kernels.cpu.language import F32, I64, Code, Value
-from quantkit.kernels.cpu.processor import this_processor
+from quantkit.kernels.cpu.processor import Processor
 from quantkit.kernels.cpu.rows import total
 
 
@@ -26,7 +26,7 @@ class Arguments(NamedTuple):
 
     weight: Value  # [outputs, inputs], contiguous
     scales: Value  # float32 [outputs, groups], of 8 bits
-    x: Value  # float32 [tokens, inputs], contiguous
+    x: Value  # float32 (float16 in `float8_product.py`) [tokens, inputs], contiguous
     x_scales: Value  # float32 [tokens, groups], where x has them
     bias: Value  # 0: none
     y: Value  # [tokens, outputs], rows contiguous
@@ -50,6 +50,13 @@ class Kind(NamedTuple):
     def scaled(self) -> bool:
         return self.stored == torch.float8_e4m3fn
 
+    def rows(self, processor: Processor) -> int:
+        """One token reads one row after the other, as memory likes best, and so do more with 8 bits: a vector has many.
+        Else as many as registers hold sums for, four tokens each: vectors of 32 bytes have half as many."""
+        if self.tokens == 1 or self.scaled:
+            return 1
+        return 2 if processor.vector == 32 else 4
+
 
 class Turn(NamedTuple):
     """What is read together."""
@@ -58,43 +65,34 @@ class Turn(NamedTuple):
     tokens: list[Value]
 
 
-def rows_at_once(vector: int, tokens: int, scaled: bool) -> int:
-    """One token reads one row after the other, as memory likes best, and so do more with 8 bits: a vector has many.
-    Else there are as many rows as registers hold sums for, four tokens each: vectors of 32 bytes have half as many."""
-    if tokens == 1 or scaled:
-        return 1
-    return 2 if vector == 32 else 4
-
-
 @cache
 def kernel(kind: Kind) -> int:
     return compiled("float_product", 3, partial(multiply, kind=kind))
 
 
-def pieces(kind: Kind, outputs: int, threads: int) -> tuple[int, int]:
-    """Outputs of a piece, and how many pieces there are: several for each thread."""
-    rows = rows_at_once(this_processor().vector, kind.tokens, kind.scaled)
+def pieces(outputs: int, threads: int, rows: int) -> tuple[int, int]:
+    """Outputs of a piece, whole turns of so many rows, and how many pieces there are: several for each thread."""
     each = max(1, outputs // (8 * threads * rows)) * rows
     return each, -(-outputs // each)
 
 
 def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
     held = Arguments(*(code.load(I64, arguments, place) for place in range(len(Arguments._fields))))
-    rows, end = rows_at_once(code.processor.vector, kind.tokens, kind.scaled), last * held.each
+    rows, end = kind.rows(code.processor), last * held.each
     with (
         code.loop(first * held.each, code.select(end < held.outputs, end, held.outputs), rows) as row,
         code.loop(0, held.tokens, kind.tokens) as token,
     ):
-        # at the ends the last one is read, computed and stored again
-        turn = Turn(_places(code, row, rows, held.outputs), _places(code, token, kind.tokens, held.tokens))
+        turn = Turn(places(code, row, rows, held.outputs), places(code, token, kind.tokens, held.tokens))
         sums = _sums(code, held, kind, turn)
         for (output, place), value in zip(product(turn.rows, turn.tokens), sums, strict=True):
-            _store(code, held, kind, place, output, value)
+            store(code, held, kind.dtype, place, output, value)
 
 
-def _places(code: Code, start: Value, count: int, end: Value) -> list[Value]:
-    places = (start + number for number in range(count))
-    return [code.select(place < end, place, end - 1) for place in places]
+def places(code: Code, start: Value, count: int, end: Value) -> list[Value]:
+    """So many from the start on; at the end the last one again, which is read, computed and stored once more."""
+    counted = (start + number for number in range(count))
+    return [code.select(place < end, place, end - 1) for place in counted]
 
 
 def _sums(code: Code, held: Arguments, kind: Kind, turn: Turn) -> list[Value]:
@@ -142,8 +140,9 @@ def _load_weight(code: Code, held: Arguments, kind: Kind, place: Value, lanes: i
     return load_floats(code, kind.stored, lanes, held.weight, place)
 
 
-def _store(code: Code, held: Arguments, kind: Kind, token: Value, output: Value, value: Value) -> None:
+def store(code: Code, held: Arguments, dtype: torch.dtype, token: Value, output: Value, value: Value) -> None:
+    """One number of y, with its bias."""
     result = code.variable(value.splat(1))
     with code.when(code.constant(I64, 0) < held.bias):
-        result.set(result.get() + load_floats(code, kind.dtype, 1, held.bias, output))
-    store_floats(code, kind.dtype, result.get(), held.y, token * held.y_stride + output)
+        result.set(result.get() + load_floats(code, dtype, 1, held.bias, output))
+    store_floats(code, dtype, result.get(), held.y, token * held.y_stride + output)

@@ -26,6 +26,7 @@ class Processor:
     features: str
     vector: int
     dot: str
+    multiplies_halves: bool = False  # vectors of float16, without widening them
 
     @property
     def is_arm(self) -> bool:
@@ -46,9 +47,9 @@ def this_processor() -> Processor:
     has = {name for name, there in features.items() if there}
     if triple.startswith(("aarch64", "arm64")):
         has |= _arm_features(triple)
-        spelled = features.flatten() + "".join(f",+{name}" for name in sorted(has & {"dotprod"}))
-        return Processor(triple, cpu, spelled, 16, "sdot" if "dotprod" in has else "wide")
-    return Processor(triple, cpu, features.flatten(), *_x86(has))
+        spelled = features.flatten() + "".join(f",+{name}" for name in sorted(has & set(_LINUX_NAMES)))
+        return Processor(triple, cpu, spelled, 16, "sdot" if "dotprod" in has else "wide", "fullfp16" in has)
+    return Processor(triple, cpu, features.flatten(), *_x86(has), "avx512fp16" in has)
 
 
 def _x86(has: set[str]) -> tuple[int, str]:
@@ -59,27 +60,31 @@ def _x86(has: set[str]) -> tuple[int, str]:
     return (32, "pmaddubsw") if "avx2" in has else (16, "wide")
 
 
+_LINUX_NAMES = {"dotprod": "asimddp", "fullfp16": "asimdhp"}
+
+
 def _arm_features(triple: str) -> set[str]:
-    """LLVM does not list dot products for all that have them; Linux does, and every Apple chip has them."""
+    """LLVM does not list these for all that have them; Linux does, and every Apple chip has them."""
     if "darwin" in triple:
-        return {"dotprod"}
+        return set(_LINUX_NAMES)
     file = Path("/proc/cpuinfo")
-    return {"dotprod"} if file.exists() and "asimddp" in file.read_text(encoding="utf-8").split() else set()
+    listed = set(file.read_text(encoding="utf-8").split()) if file.exists() else set()
+    return {name for name, spelled in _LINUX_NAMES.items() if spelled in listed}
 
 
 # Others, so that kernels can be compiled for what is not here.
 KNOWN = {
-    name: Processor(triple, cpu, features, vector, dot)
-    for name, triple, cpu, features, vector, dot in (
-        ("x86-64", "x86_64-unknown-linux-gnu", "x86-64", "", 16, "wide"),
-        ("haswell", "x86_64-unknown-linux-gnu", "haswell", "", 32, "pmaddubsw"),
-        ("skylake-avx512", "x86_64-unknown-linux-gnu", "skylake-avx512", "", 32, "pmaddubsw"),
-        ("cascadelake", "x86_64-unknown-linux-gnu", "cascadelake", "", 64, "vpdpbusd"),
-        ("alderlake", "x86_64-unknown-linux-gnu", "alderlake", "", 32, "vpdpbusd"),
-        ("znver4", "x86_64-unknown-linux-gnu", "znver4", "", 64, "vpdpbusd"),
-        ("sapphirerapids", "x86_64-unknown-linux-gnu", "sapphirerapids", "", 64, "vpdpbusd"),
-        ("cortex-a72", "aarch64-unknown-linux-gnu", "cortex-a72", "", 16, "wide"),
-        ("neoverse-n1", "aarch64-unknown-linux-gnu", "neoverse-n1", "", 16, "sdot"),
-        ("apple-m1", "arm64-apple-darwin", "apple-m1", "", 16, "sdot"),
+    name: Processor(triple, cpu, features, vector, dot, halves)
+    for name, triple, cpu, features, vector, dot, halves in (
+        ("x86-64", "x86_64-unknown-linux-gnu", "x86-64", "", 16, "wide", False),
+        ("haswell", "x86_64-unknown-linux-gnu", "haswell", "", 32, "pmaddubsw", False),
+        ("skylake-avx512", "x86_64-unknown-linux-gnu", "skylake-avx512", "", 32, "pmaddubsw", False),
+        ("cascadelake", "x86_64-unknown-linux-gnu", "cascadelake", "", 64, "vpdpbusd", False),
+        ("alderlake", "x86_64-unknown-linux-gnu", "alderlake", "", 32, "vpdpbusd", False),
+        ("znver4", "x86_64-unknown-linux-gnu", "znver4", "", 64, "vpdpbusd", False),
+        ("sapphirerapids", "x86_64-unknown-linux-gnu", "sapphirerapids", "", 64, "vpdpbusd", True),
+        ("cortex-a72", "aarch64-unknown-linux-gnu", "cortex-a72", "", 16, "wide", False),
+        ("neoverse-n1", "aarch64-unknown-linux-gnu", "neoverse-n1", "", 16, "sdot", True),
+        ("apple-m1", "arm64-apple-darwin", "apple-m1", "", 16, "sdot", True),
     )
 }

@@ -1,5 +1,6 @@
 """The language of CPU kernels, and what LLVM makes of it for processors that are not here."""
 
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.cpu import float_product, object_cache, wide_product
+from quantkit.kernels.cpu import float8_product, float_product, object_cache, wide_product
 from quantkit.kernels.cpu.bytes import dot, look_up
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
@@ -114,6 +115,11 @@ def test_floats_on_other_processors(processor: Processor) -> None:
         kind = float_product.Kind(stored, torch.bfloat16, 4)
         text = assembly("product", 3, partial(float_product.multiply, kind=kind), processor)
         assert processor.cpu == "x86-64" or "fmla" in text or "vfmadd" in text
+    if processor.multiplies_halves:
+        for tokens in (1, 9):
+            halves = float8_product.kind_for(torch.bfloat16, tokens)
+            text = assembly("product", 3, partial(float8_product.multiply, kind=halves), processor)
+            assert re.search(r"fmla(\.8h|\tv\d+\.8h)|vfmadd\d+ph", text), "of float16"
     rounding = Kind(Codes(8, zero=0), 128, 1, 2, torch.bfloat16, torch.float32, outliers=True)
     assert assembly("product", 3, partial(multiply, kind=rounding), processor)
 

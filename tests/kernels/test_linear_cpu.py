@@ -27,7 +27,7 @@ from quantkit.formats import (
 )
 from quantkit.formats.ct_float8 import covering_scales, round_to_float8
 from quantkit.kernels.cpu import installed
-from quantkit.kernels.cpu.float8 import RAISED, round_tokens
+from quantkit.kernels.cpu.float8 import LOWERED, RAISED, round_tokens
 from quantkit.kernels.linear.cpu import float_rows, slabs
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.cpu.tiled import Tiles
@@ -164,6 +164,15 @@ def test_the_largest_sums(tokens: int, zero: int) -> None:
         assert_close(x, fmt, IntegerWeight(codes, scales, zeros, 8, 128))
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+def test_the_largest_sums_of_float8(tokens: int) -> None:
+    """The same where float16 adds them up: no sum overflows, with or without an end that is no whole vector."""
+    for fmt in (CtFloat8(), CtFloat8(strategy="block")):
+        for inputs in (1024, 1001) if fmt.strategy == "channel" else (1024,):
+            quantized = fmt.quantize(torch.full((3, inputs), 0.25))
+            assert_close(torch.full((tokens, inputs), -3.0).bfloat16(), fmt, quantized)
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_zero_points_far_from_the_middle(tokens: int) -> None:
     """Inputs with a mean add up whatever error zero points have."""
@@ -260,6 +269,7 @@ def test_float8_rounds_as_torch_does() -> None:
         values, scales = round_tokens(x, groups, scale)
         sizes = scales.repeat_interleave(x.shape[1] // groups, 1)
         assert torch.equal(values / RAISED, round_to_float8(x, sizes).float())
+        assert torch.equal(round_tokens(x, groups, scale, halves=True)[0].float() / LOWERED, values / RAISED)
         expected = covering_scales(x.view(3, groups, -1).abs().amax(-1))
         assert torch.equal(scales, expected if scale is None else torch.ones(3, 1))
 

@@ -36,11 +36,22 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> Tenso
     return y
 
 
+def takes_float8(x: Tensor, fmt: Format) -> bool:
+    """Few tokens, and all of those that are multiplied in float16."""
+    if not installed.can_compile():
+        return False
+    from quantkit.kernels.cpu import float8_product
+
+    return x.shape[0] <= MOST_TOKENS or (fmt.input_rounding is not None and float8_product.fits(x.dtype))
+
+
 def multiply_float8(
     x: Tensor, fmt: Format, given: QuantizedWeight | None, codes: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor
 ) -> None:
-    """The same into y, rows of x contiguous, with codes uint8 [outputs, inputs] of float8 and their scales float32
-    [outputs, groups]. x is rounded as the format says, by the scale of the weight where it is given one."""
+    """The same into y, for what it `takes_float8`, rows of x contiguous, with codes uint8 [outputs, inputs] of float8
+    and their scales float32 [outputs, groups]. x is rounded as the format says, by the scale of the weight where it is
+    given one."""
+    from quantkit.kernels.cpu import float8_product
     from quantkit.kernels.cpu.float8 import RAISED, round_tokens
     from quantkit.kernels.cpu.widening import widened
 
@@ -48,8 +59,15 @@ def multiply_float8(
     if fmt.input_rounding is None:
         x = widened(x, RAISED)
     else:
-        x, x_scales = round_tokens(x, scales.shape[1], _input_scale(given))
+        x, x_scales = round_tokens(x, scales.shape[1], _input_scale(given), halves=float8_product.fits(y.dtype))
     _run(x, x_scales, codes.view(torch.float8_e4m3fn), scales, bias, y)
+
+
+def rounded(x: Tensor, given: QuantizedWeight | None, groups: int) -> Tensor:
+    """Float32 of what x is in float8, by the scale of the weight where it is given one."""
+    from quantkit.kernels.cpu.float8 import rounded_tokens
+
+    return rounded_tokens(x, groups, _input_scale(given))
 
 
 def _input_scale(given: QuantizedWeight | None) -> float | None:
@@ -59,16 +77,23 @@ def _input_scale(given: QuantizedWeight | None) -> float | None:
 def _run(
     x: Tensor, x_scales: Tensor | None, weight: Tensor, scales: Tensor | None, bias: Tensor | None, y: Tensor
 ) -> None:
-    from quantkit.kernels.cpu.float_product import Kind, kernel, pieces
+    from quantkit.kernels.cpu import float8_product, float_product
     from quantkit.kernels.cpu.pool import shared_pool
+    from quantkit.kernels.cpu.processor import this_processor
 
     pool, (tokens, outputs), inputs = shared_pool(), y.shape, weight.shape[1]
-    together = max(count for count in _AT_ONCE if count <= tokens)
-    kind = Kind(weight.dtype, y.dtype, together, x_scales is not None)
-    each, count = pieces(kind, outputs, pool.threads)
+    if x.dtype == torch.float16:
+        halves = float8_product.kind_for(y.dtype, tokens)
+        kernel, rows, shared = float8_product.kernel(halves), halves.rows, halves.shared
+    else:
+        together = max(count for count in _AT_ONCE if count <= tokens)
+        kind = float_product.Kind(weight.dtype, y.dtype, together, x_scales is not None)
+        kernel, rows, shared = float_product.kernel(kind), kind.rows(this_processor()), False
+    each, count = float_product.pieces(outputs, pool.threads, rows)
     groups = 1 if scales is None else scales.shape[1]
+    memory = torch.empty(count, rows, inputs, dtype=torch.float16) if shared else None
     addresses = [_address(part) for part in (weight, scales, x, x_scales, bias, y)]
-    pool.run(kernel(kind), [*addresses, y.stride(0), tokens, outputs, inputs, groups, each], count)
+    pool.run(kernel, [*addresses, y.stride(0), tokens, outputs, inputs, groups, each, _address(memory)], count)
 
 
 def _address(part: Tensor | None) -> int:

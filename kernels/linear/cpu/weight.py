@@ -150,7 +150,7 @@ def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tenso
 
 def _multiply(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> None:
     held = weight.held
-    if isinstance(held, Rows) and held.float8 and x.shape[0] <= float_rows.MOST_TOKENS and installed.can_compile():
+    if isinstance(held, Rows) and held.float8 and float_rows.takes_float8(x, weight.fmt):
         float_rows.multiply_float8(x, weight.fmt, weight.input_scale, held.codes, held.scales, bias, y)
         return
     if isinstance(held, Tiles):
@@ -158,9 +158,15 @@ def _multiply(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> N
         tiled.multiply(x, held, bias, y, digits=_digits(weight, x.shape[0]), rounding=weight.fmt.input_rounding)
         return
     if weight.fmt.input_rounding:
-        x = weight.fmt.served_inputs(x, weight.input_scale)
+        x = _rounded(x, weight, held)
     x = x if weight.order is None else x[:, weight.order]
     slabs.multiply(x.to(product_dtype(weight.dtype)), held, bias, y)
+
+
+def _rounded(x: Tensor, weight: CpuWeight, held: Rows) -> Tensor:
+    if held.float8 and installed.can_compile():
+        return float_rows.rounded(x, weight.input_scale, held.scales.shape[1])
+    return weight.fmt.served_inputs(x, weight.input_scale)
 
 
 def _digits(weight: CpuWeight, tokens: int) -> int:
