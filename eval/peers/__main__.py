@@ -13,7 +13,7 @@ from quantkit.eval.peers.bases import find_base
 from quantkit.eval.peers.jobs import TOOLS, Job, chosen
 from quantkit.eval.peers.pages import write_pages
 from quantkit.eval.peers.rows import RESULTS, keep, newest, read
-from quantkit.eval.peers.run import Bench, run
+from quantkit.eval.peers.run import Bench, race, run
 from quantkit.eval.peers.table import markdown
 
 
@@ -80,10 +80,12 @@ def _finish(bench: Bench, job: Job, texts: tuple[str, ...], output: Path, again:
         said = f"{bench.base.name}: {job.tool} {job.method}, {job.bits} bits, calibration {calibration or 'none'}"
         try:
             row = run(bench, job, calibration)
+            keep(output, row)
+            if job.tool == "llama.cpp" and job.tool not in bench.packages:
+                race(bench, job, calibration)
         except QuantkitError as error:
             click.echo(f"{said}: {error}", err=True)
             return False
-        keep(output, row)
         done.touch()
         click.echo(f"{said}: perplexity {row.perplexity:.2f}, KL {row.kl:.4f}, {row.seconds:.0f} s", err=True)
     return True

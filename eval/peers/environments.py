@@ -15,7 +15,7 @@ from quantkit.eval.peers.jobs import TOOLS
 
 ROOT = Path(__file__).resolve().parents[2]
 _LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source package carries all of llama.cpp
-_PROGRAMS = ("llama-quantize", "llama-imatrix")
+_PROGRAMS = ("llama-quantize", "llama-imatrix", "llama-bench")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ def _made(tool: str, work: Path) -> Path:
             _build_llama_cpp(folder)
         ready.touch()
     return python
+
+
+def llama_programs(work: Path) -> Path:
+    """The folder of llama.cpp's programs, where its environment was made."""
+    return work / "venv-llama.cpp" / "llama.cpp" / "bin"
 
 
 def version_of(tool: str, environment: Environment) -> str:

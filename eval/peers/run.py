@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from quantkit.calibration import Calibration
 from quantkit.errors import QuantkitError
 from quantkit.eval.compare.machine import describe_machine
+from quantkit.eval.peers import llama_bench
 from quantkit.eval.peers.bases import Base
-from quantkit.eval.peers.environments import environment_of, version_of
+from quantkit.eval.peers.environments import environment_of, llama_programs, version_of
 from quantkit.eval.peers.jobs import TOOLS, Job
 from quantkit.eval.peers.rows import Row
 from quantkit.provenance import origin_of
@@ -95,10 +96,7 @@ def run(bench: Bench, job: Job, calibration: str | None) -> Row:
 def make(bench: Bench, job: Job, calibration: str | None) -> Made:
     """Runs the tool in its environment. What it prints goes to a file beside its folder."""
     base, tool = bench.base, TOOLS[job.tool]
-    name = "-".join(
-        str(part) for part in (base.name, job.tool, job.method, job.bits, job.group, job.steps, calibration)
-    )
-    folder = bench.work / "made" / name.replace(" ", "_").replace("-None", "")
+    folder = bench.folder(job, calibration)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     environment = environment_of(job.tool, bench.work, bench.packages.get(job.tool))
@@ -124,6 +122,16 @@ def make(bench: Bench, job: Job, calibration: str | None) -> Made:
     peak = json.loads(peaks.read_text(encoding="utf-8"))
     spoken = _spoken(words if tool.script == "" else ("python", "-m", *words), base, folder)
     return Made(folder, version_of(job.tool, environment), seconds, peak["host"], peak["gpu"], spoken)
+
+
+def race(bench: Bench, job: Job, calibration: str | None) -> None:
+    """Rows of speed: a file that llama.cpp made, run by it and by us on this CPU in turns, beside the whole model."""
+    made = bench.folder(job, calibration) / "model.gguf"
+    named = bench.work / "made" / f"{bench.base.name}-{job.method}.gguf"  # as rows call it
+    named.unlink(missing_ok=True)
+    named.symlink_to(made)
+    words = (llama_programs(bench.work), "--model", bench.base.name, "--ours", named, "--ours", bench.base.folder)
+    llama_bench.main([str(word) for word in (*words, "--theirs", named)])
 
 
 def _tokens(bench: Bench, text: str) -> Path:

@@ -4,7 +4,7 @@ One digit of 8 bits is what other programs for CPUs multiply with. Two lose less
 little as float32 itself; where reading the weight takes longer than multiplying, they cost little.
 
     values  int8 [digits, tokens, inputs]   inputs padded to whole blocks with zeros
-    scales  float32 [tokens, blocks]        of the last digit
+    scales  float32 [tokens, blocks]        of the last digit; some neighbours may have one in common
     sums    int32 [digits, tokens, blocks]  of each digit, for zero points
 
 What is not finite makes its block's scale so, and with it every result that reads the block.
@@ -36,11 +36,12 @@ class Digits(NamedTuple):
     memory: Tensor
 
 
-def in_digits(pool: Pool, x: Tensor, digits: int, block: int, tokens: int, inputs: int) -> Digits:
-    """x [some tokens, some inputs], rows contiguous; the result has as many tokens and inputs as asked, zeros there."""
+def in_digits(pool: Pool, x: Tensor, digits: int, block: int, tokens: int, inputs: int, shared: int = 1) -> Digits:
+    """x [some tokens, some inputs], rows contiguous; the result has as many tokens and inputs as asked, zeros there.
+    So many blocks have a common scale, which stands at each of them."""
     held = room_for(x, digits, block, tokens, inputs)
     arguments = [x.data_ptr(), x.stride(0), x.shape[1], held.values, tokens, inputs, held.scales, held.sums]
-    pool.run(_kernel(x.dtype, digits, block), [*arguments, inputs // block], x.shape[0])
+    pool.run(_kernel(x.dtype, digits, block, shared), [*arguments, inputs // block], x.shape[0])
     return held
 
 
@@ -55,29 +56,38 @@ def room_for(x: Tensor, digits: int, block: int, tokens: int, inputs: int) -> Di
 
 
 @cache
-def _kernel(dtype: torch.dtype, digits: int, block: int) -> int:
-    return compiled("digits", 3, partial(_round_tokens, dtype=dtype, digits=digits, block=block))
+def _kernel(dtype: torch.dtype, digits: int, block: int, shared: int) -> int:
+    return compiled("digits", 3, partial(_round_tokens, dtype=dtype, digits=digits, block=block, shared=shared))
 
 
 def _round_tokens(
-    code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, digits: int, block: int
+    code: Code,
+    arguments: Value,
+    first: Value,
+    last: Value,
+    *,
+    dtype: torch.dtype,
+    digits: int,
+    block: int,
+    shared: int,
 ) -> None:
     x, stride, inputs, values, tokens, padded, scales, all_sums, blocks = (
         code.load(I64, arguments, place) for place in range(9)
     )
-    with code.loop(first, last) as token, code.loop(0, blocks) as number:
-        row, start, at = x + token * stride * dtype.itemsize, number * block, token * blocks + number
-        parts = [load_inputs(code, dtype, row, start + offset, inputs) for offset in range(0, block, LANES)]
+    with code.loop(first, last) as token, code.loop(0, blocks, shared) as start:
+        row, offsets = x + token * stride * dtype.itemsize, range(0, shared * block, LANES)
+        parts = [load_inputs(code, dtype, row, start * block + offset, inputs) for offset in offsets]
         scale, factor = _scale(code, parts, _LARGEST[digits])
-        code.store(scale, scales, at)
-        sums = [code.constant(I32.x(LANES), 0) for _ in range(digits)]
-        for offset, part in zip(range(0, block, LANES), parts, strict=True):
-            whole = code.of_each("rint", part * factor.splat(LANES)).to(I32)
-            for place, digit in enumerate(_cut(whole, digits)):
-                sums[place] = sums[place] + digit
-                code.store(digit.to(I8), values, (tokens * place + token) * padded + start + offset)
-        for place, total in enumerate(sums):
-            code.store(code.over_lanes("add", total), all_sums, tokens * blocks * place + at)
+        for number in range(shared):
+            sums, at = [code.constant(I32.x(LANES), 0) for _ in range(digits)], token * blocks + start + number
+            code.store(scale, scales, at)
+            for offset in range(number * block, (number + 1) * block, LANES):
+                whole = code.of_each("rint", parts[offset // LANES] * factor.splat(LANES)).to(I32)
+                for place, digit in enumerate(_cut(whole, digits)):
+                    sums[place] = sums[place] + digit
+                    code.store(digit.to(I8), values, (tokens * place + token) * padded + start * block + offset)
+            for place, total in enumerate(sums):
+                code.store(code.over_lanes("add", total), all_sums, tokens * blocks * place + at)
 
 
 def load_inputs(code: Code, dtype: torch.dtype, row: Value, place: Value, inputs: Value) -> Value:

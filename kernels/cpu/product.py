@@ -5,10 +5,14 @@ A thread has 16 outputs at a time. It reads their codes for 32 inputs, makes byt
 same inputs of several tokens, and goes on; at the end of a block sums of whole numbers become floats. Where x or the
 values of a table have several digits, products of digits that count the same are added in one sum. There are as many
 sums as the longer of both has digits: products that count less than the last are smaller than what rounding has lost.
+
+Where several groups share an outer scale and their own are small whole numbers, a block of x is as long as they are
+together, if it has one digit: sums are multiplied with small scales as whole numbers, and become floats at its end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +69,11 @@ class Kind(NamedTuple):
     wide: bool = False  # codes are decoded for many tokens at once (`wide_product.py`)
 
     @property
+    def whole_scales(self) -> bool:
+        """Whether small scales are multiplied as whole numbers: all sums fit 32 bits."""
+        return self.every > 1 and self.digits == 1
+
+    @property
     def rows(self) -> int:
         """Outputs at a time: of a tile all, or half of them where a processor has registers for no more sums."""
         return ROWS // 2 if self.tokens == HALVED and not self.wide else ROWS
@@ -101,13 +110,19 @@ def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, row: Value, t
     codes = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8) + row * 4)
     with code.loop(0, held.groups, kind.every) as first:
         outer = outer_of(code, held, kind, (tile * held.groups + first) // kind.every * ROWS + row)
-        with code.loop(first, first + kind.every) as group:
-            grid = grid_of(code, held, kind, (tile * held.groups + group) * ROWS + row, outer)
-            with code.loop(0, held.blocks) as part:
-                _add_block(code, held, kind, codes, token, group * held.blocks + part, grid, sums)
+        if kind.whole_scales:
+            _add_groups(code, held, kind, codes, token, first, tile * held.groups * ROWS + row, outer, sums)
+        else:
+            with code.loop(first, first + kind.every) as group:
+                grid = grid_of(code, held, kind, (tile * held.groups + group) * ROWS + row, outer)
+                with code.loop(0, held.blocks) as part:
+                    _add_block(code, held, kind, codes, token, group * held.blocks + part, grid, sums)
     if kind.outliers:
         add_outliers(code, held, kind, tile, row, token, sums)
     return [total.get() for total in sums]
+
+
+Outer = tuple[Value | None, Value | None]  # scales and lows that several groups share
 
 
 class Grid(NamedTuple):
@@ -118,7 +133,7 @@ class Grid(NamedTuple):
     lows: Value | None
 
 
-def outer_of(code: Code, held: Arguments, kind: Kind, place: Value) -> tuple[Value | None, Value | None]:
+def outer_of(code: Code, held: Arguments, kind: Kind, place: Value) -> Outer:
     """Scales and lows that several groups share, in 16 bits."""
     if kind.every == 1:
         return None, None
@@ -126,7 +141,7 @@ def outer_of(code: Code, held: Arguments, kind: Kind, place: Value) -> tuple[Val
     return scales, load_floats(code, torch.float16, kind.rows, held.outer_lows, place) if kind.lows else None
 
 
-def grid_of(code: Code, held: Arguments, kind: Kind, place: Value, outer: tuple[Value | None, Value | None]) -> Grid:
+def grid_of(code: Code, held: Arguments, kind: Kind, place: Value, outer: Outer) -> Grid:
     zeros = None
     if kind.codes.has_zero_points:
         zeros = code.load(I8.x(kind.rows), held.zeros, place).to(I32, signed=False) - kind.codes.zeros_from
@@ -139,6 +154,65 @@ def _scaled(code: Code, kind: Kind, dtype: torch.dtype, address: Value, place: V
     if outer is None:
         return load_floats(code, dtype, kind.rows, address, place)
     return code.load(I8.x(kind.rows), address, place).to(I32).to(F32) * outer
+
+
+def _add_groups(
+    code: Code,
+    held: Arguments,
+    kind: Kind,
+    codes: Variable,
+    token: Value,
+    first: Value,
+    numbers: Value,
+    outer: Outer,
+    sums: list[Variable],
+) -> None:
+    """Groups that share an outer scale, in whole numbers; scales of the tile's groups begin at `numbers`."""
+    counted = [WholeSums.begun(code, kind) for _ in sums]
+    with code.loop(first, first + kind.every) as group:
+        small = small_of(code, held, kind, numbers + group * ROWS)
+        sums_of_x = digit_sums(code, held, kind, token, group)
+        whole = _block_sums(code, held, kind, codes, token, group, kind.codes.offsets(code.processor, 1), sums_of_x)
+        for own, (part,), (of_x,) in zip(counted, whole, sums_of_x, strict=True):
+            own.add(part, of_x, small)
+    for number, (total, own) in enumerate(zip(sums, counted, strict=True)):
+        scale = code.load(F32, held.x_scales, (token + number) * held.groups + first)
+        total.set(own.scaled(code, kind, total.get(), outer, scale))
+
+
+class WholeSums(NamedTuple):
+    """Of one token: products times small scales, and its own sums times small lows."""
+
+    products: Variable
+    lows: Variable | None
+
+    @classmethod
+    def begun(cls, code: Code, kind: Kind) -> WholeSums:
+        none = code.constant(I32.x(kind.rows), 0)
+        return cls(code.variable(none), code.variable(none) if kind.lows else None)
+
+    def add(self, part: Value, of_x: Value, small: Outer) -> None:
+        """Of one group, with its small scales and lows."""
+        scales, lows = small
+        assert scales is not None
+        self.products.set(self.products.get() + part * scales)
+        if self.lows is not None and lows is not None:
+            self.lows.set(self.lows.get() + lows * of_x.splat(lows.type.lanes))
+
+    def scaled(self, code: Code, kind: Kind, total: Value, outer: Outer, scale: Value) -> Value:
+        """The same as floats, beside what was there."""
+        scales, lows = outer
+        assert scales is not None
+        total = code.fma(self.products.get().to(F32), scales * (scale * kind.unit).splat(kind.rows), total)
+        if self.lows is None or lows is None:
+            return total
+        return code.fma(self.lows.get().to(F32), lows * scale.splat(kind.rows), total)
+
+
+def small_of(code: Code, held: Arguments, kind: Kind, place: Value) -> Outer:
+    """Scales and lows of a group, whole numbers."""
+    scales = code.load(I8.x(kind.rows), held.scales, place).to(I32)
+    return scales, code.load(I8.x(kind.rows), held.lows, place).to(I32) if kind.lows else None
 
 
 def _add_block(
@@ -154,6 +228,23 @@ def _add_block(
     zeros = grid.zeros
     offsets = [zeros if zeros is not None else offset for offset in kind.codes.offsets(code.processor, kind.digits)]
     sums_of_x = digit_sums(code, held, kind, token, block)
+    whole = _block_sums(code, held, kind, codes, token, block, offsets, sums_of_x)
+    for number, total in enumerate(sums):
+        scale = code.load(F32, held.x_scales, (token + number) * held.groups * held.blocks + block)
+        total.set(add_scaled(code, kind, grid, total.get(), whole[number], sums_of_x[number], scale))
+
+
+def _block_sums(
+    code: Code,
+    held: Arguments,
+    kind: Kind,
+    codes: Variable,
+    token: Value,
+    block: Value,
+    offsets: Sequence[Value | int],
+    sums_of_x: list[list[Value]],
+) -> list[list[Value]]:
+    """Whole numbers of a block, of each token as many as there are sums."""
     whole = [[code.variable(start) for start in starts(code, kind, offsets, sums)] for sums in sums_of_x]
     with code.loop(0, kind.block, kind.codes.step) as start:
         for turn in range(0, kind.codes.step, INPUTS):
@@ -162,10 +253,7 @@ def _add_block(
                 values = quad_of(code, kind, codes.get(), turn // 4 + quad)
                 multiply_quad(code, kind, values, quad, x, whole)
         codes.set(codes.get() + kind.codes.step * ROWS * kind.codes.bits // 8)
-    for number, total in enumerate(sums):
-        whole_sums = [part.get() for part in whole[number]]
-        scale = code.load(F32, held.x_scales, (token + number) * held.groups * held.blocks + block)
-        total.set(add_scaled(code, kind, grid, total.get(), whole_sums, sums_of_x[number], scale))
+    return [[part.get() for part in own] for own in whole]
 
 
 def load_x(code: Code, held: Arguments, kind: Kind, token: Value, block: Value, start: Value) -> list[list[Value]]:
@@ -214,7 +302,7 @@ def _counted(code: Code, kind: Kind, sums: list[Value]) -> Value:
 
 def _from_middle(code: Code, kind: Kind) -> bool:
     """Where that is quicker than to convert whole numbers, and they are small enough: 8 bits times 7, 128 of them."""
-    return code.processor.is_arm and kind.sums == 1 and kind.block <= _MOST_FROM_MIDDLE
+    return code.processor.is_arm and kind.sums == 1 and kind.block <= _MOST_FROM_MIDDLE and not kind.whole_scales
 
 
 def add_outliers(
@@ -245,7 +333,7 @@ def as_float(code: Code, sums: list[Value]) -> Value:
     return total
 
 
-def starts(code: Code, kind: Kind, offsets: list[Value | int], sums: list[Value]) -> list[Value]:
+def starts(code: Code, kind: Kind, offsets: Sequence[Value | int], sums: list[Value]) -> list[Value]:
     """What sums of products begin with, so that codes may stand for `code - offset`."""
     none = _BITS_OF_MIDDLE if _from_middle(code, kind) else 0
     starts = [code.constant(I32.x(kind.rows), none) for _ in range(kind.sums)]

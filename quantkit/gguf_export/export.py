@@ -79,17 +79,19 @@ def write_model(
     *,
     exact: bool,
     more: Mapping[str, Any] = MappingProxyType({}),
+    changed: Callable[[Placement], Tensor | None] = lambda place: None,
     overwrite: bool = False,
     on_tensor: Progress = silent,
     verify: Callable[[Path], None] = lambda file: None,
 ) -> ExportReport:
     """Writes a file whose matrices are those that `tensor` says; vectors and tables are float32. `more`: further keys;
-    `verify` reads the file before it gets its name."""
+    `changed`: a vector that is not the folder's; `verify` reads the file before it gets its name."""
     tables = [
         FileTensor(name, tuple(table.shape), "F32", partial(_same, table)) for name, table in model.tables.items()
     ]
     tensors = [
-        tensor(place) if len(place.shape) > 1 else plain_tensor(model.source, place, "F32") for place in model.places
+        tensor(place) if len(place.shape) > 1 else plain_tensor(model.source, place, "F32", changed)
+        for place in model.places
     ]
     keys = {**model.keys, "general.file_type": int(file_type), **more}
     options: dict[str, Any] = {"overwrite": overwrite, "on_tensor": on_tensor, "verify": verify}
@@ -100,11 +102,17 @@ def write_model(
     return ExportReport(str(output), _format_of(model.source), matrices, types, size, exact, model.notes)
 
 
-def plain_tensor(source: Checkpoint, place: Placement, kind: str) -> FileTensor:
-    """A tensor of the folder in one of the types without blocks."""
+def plain_tensor(
+    source: Checkpoint,
+    place: Placement,
+    kind: str,
+    changed: Callable[[Placement], Tensor | None] = lambda place: None,
+) -> FileTensor:
+    """A tensor of the folder, or what it was changed to, in one of the types without blocks."""
 
     def make() -> Tensor:
-        tensor = source.tensor(place.target)
+        other = changed(place)
+        tensor = source.tensor(place.target) if other is None else other
         require_finite(place.target, tensor)
         return arranged(tensor, place)
 

@@ -2,7 +2,8 @@
 
 The importance of an input column is the mean of its squares, as in llama.cpp's importance matrix. Scales are fixed by
 the search (`quantkit/formats/gguf/search.py`); then columns are rounded one after the other, and those not yet rounded
-make up for each error. A row that this does not improve keeps the codes of the search.
+make up for each error. A row that this does not improve keeps the codes of the search. Before that, columns may be
+scaled as by AWQ; which scales are best is measured on plain integers like those of the blocks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats import Format, Gguf, GgufWeight
+from quantkit.formats import CtPacked, Format, Gguf, GgufWeight, IntegerFormat
 from quantkit.formats.gguf.weight import table_of
+from quantkit.methods.awq import AwqMethod
 from quantkit.methods.costing import GroupWork, Speed
 from quantkit.methods.gptq import BLOCK, GptqMethod, column_order, inverse_factor, round_in_order
 from quantkit.methods.losses import output_loss
-from quantkit.methods.method import UNREACHED, Method, Rounded, require_one_of
+from quantkit.methods.method import UNREACHED, Method, Rounded, ScaleChoice, Tie, require_one_of
 from quantkit.methods.statistics import InputStatistics
 
 _SMALLEST = 1e-30  # a scale of 0 would divide by nothing; its codes mean 0 whatever they are
@@ -27,14 +29,17 @@ _SMALLEST = 1e-30  # a scale of 0 would divide by nothing; its codes mean 0 what
 
 @dataclass(frozen=True)
 class BlockSearchMethod(Method):
-    """`rounding` of codes: `gptq`, or `nearest` to the searched scales."""
+    """`rounding` of codes: `gptq`, or `nearest` to the searched scales. `scaling` of input columns before: `none`, or
+    `awq`."""
 
     name: ClassVar[str] = "block-search"
     rounding: str = "gptq"
+    scaling: str = "none"
     damping: float = 0.1  # of H: with text unlike what is served later, less of it overfits (docs/reference/gguf.md)
 
     def __post_init__(self) -> None:
         require_one_of("rounding", self.rounding, ("gptq", "nearest"))
+        require_one_of("scaling", self.scaling, ("none", "awq"))
         if not 0 < self.damping <= 1:
             raise InputError(f"damping is {self.damping}, but must be above 0 and at most 1")
 
@@ -42,9 +47,17 @@ class BlockSearchMethod(Method):
     def wants_hessian(self) -> bool:
         return True
 
+    @property
+    def scales_inputs(self) -> bool:
+        return self.scaling == "awq"
+
     def check(self, fmt: Format) -> None:
         if not isinstance(fmt, Gguf):
             raise InputError(f"method '{self.name}' rounds to GGUF blocks, not to '{fmt.name}'; use gptq or rtn")
+
+    def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
+        assert isinstance(fmt, Gguf)
+        return AwqMethod().choose_scales(weight, _integers_like(fmt), inputs, tie)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         assert isinstance(fmt, Gguf)
@@ -69,6 +82,12 @@ class BlockSearchMethod(Method):
         if self.rounding == "nearest":
             return group.weights * speed.rounding_seconds + group.hessian_flops / speed.float32_flops
         return GptqMethod(grid="minmax").cost_seconds(group, tokens, speed)  # the search is the format's own rounding
+
+
+def _integers_like(fmt: Gguf) -> IntegerFormat:
+    """Integers with as many bits and in groups as large, with zero points where the blocks have minimums."""
+    kind = fmt.blocks
+    return CtPacked(bits=kind.bits, group_size=kind.group, sym=not kind.has_mins)
 
 
 def round_to_blocks(weight: Tensor, grid: GgufWeight, order: Tensor, factor: Tensor) -> Tensor:

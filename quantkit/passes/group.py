@@ -13,7 +13,7 @@ from quantkit.arch import Family
 from quantkit.blocks import weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, QuantkitError
-from quantkit.formats import Format, IntegerFormat, IntegerWeight
+from quantkit.formats import Format, GgufWeight, IntegerFormat, IntegerWeight
 from quantkit.formats.base import DTYPES
 from quantkit.methods import Method
 from quantkit.methods.losses import output_energy
@@ -161,7 +161,7 @@ class BlockQuantizer:
             self._changed.add(f"{fold.producer}.weight")
             divide_outputs(producer, rows, self._stored)
             return scales
-        assert isinstance(done.quantized, IntegerWeight)  # methods that scale work on integer grids
+        assert isinstance(done.quantized, IntegerWeight | GgufWeight)  # methods that scale work on these
         divisors = torch.ones(done.quantized.shape[0], device=rows.device)
         divisors[-folded:] = rows
         quantized = done.quantized.divide_rows(divisors)

@@ -31,21 +31,24 @@ def write_gguf_file(job: Job, chosen: Mapping[str, Format], journal: Journal) ->
     records = [journal.record(index) for index in range(journal.finished)]
     layers = tuple(LayerReport(**layer) for record in records for layer in record["layers"])
     promised = {module: value for record in records for module, value in record["promised"].items()}
-    assert not any(record["changed"] for record in records), "methods of blocks change no other tensor"
+    changed = {name for record in records for name in record["changed"]}  # what took input scales
     model = exported(job.source, job.model)
     finished = _Finished(journal)
     mix, outside = job.mix, job.outside
     assert mix is not None
     quality = None
 
+    def changed_tensor(place: Placement) -> Tensor | None:
+        return finished.tensor(place) if place.target in changed else None
+
     def tensor(place: Placement) -> FileTensor:
         module = place.target.removesuffix(".weight")
         if module in chosen:
             kind = chosen[module].describe()
-            return FileTensor(place.source, place.shape, kind, lambda: finished.rows(place))
+            return FileTensor(place.source, place.shape, kind, lambda: arranged(finished.tensor(place), place))
         fmt = outside.get(module)
         if fmt is None:
-            return plain_tensor(job.source, place, UNBLOCKED)
+            return plain_tensor(job.source, place, UNBLOCKED, changed_tensor)
         return FileTensor(place.source, place.shape, fmt.kind, lambda: _rounded(job, place, fmt))
 
     def check(file: Path) -> None:
@@ -64,6 +67,7 @@ def write_gguf_file(job: Job, chosen: Mapping[str, Format], journal: Journal) ->
         tensor,
         exact=False,
         more={RECORD: json.dumps(record)},
+        changed=changed_tensor,
         overwrite=job.overwrite,
         verify=check,
     )
@@ -76,16 +80,16 @@ def write_gguf_file(job: Job, chosen: Mapping[str, Format], journal: Journal) ->
 
 
 class _Finished:
-    """Packed rows of layers, from the journal's units: one unit, a decoder block, is in memory at a time."""
+    """Packed rows and changed tensors from the journal: one unit, a decoder block, is in memory at a time."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._unit, self._tensors = journal, -1, dict[str, Tensor]()
 
-    def rows(self, place: Placement) -> Tensor:
+    def tensor(self, place: Placement) -> Tensor:
         unit = int(place.source.split(".")[1])
         if unit != self._unit:
             self._unit, self._tensors = unit, dict(self._journal.tensors(unit))
-        return arranged(self._tensors[place.target], place)
+        return self._tensors[place.target]
 
 
 def _rounded(job: Job, place: Placement, fmt: Gguf) -> Tensor:

@@ -123,6 +123,19 @@ def test_nearest_rounding_and_one_type_for_all(model: Path, tmp_path: Path) -> N
     assert all(layer.log["loss"] == layer.log["rounding_loss"] for layer in report.layers)
 
 
+def test_input_scales_go_into_what_stands_before(model: Path, tmp_path: Path) -> None:
+    """Into norms, which the file holds changed, and into rows of blocks; the model stays the same but for rounding."""
+    report = made(model, load_recipe("q3_k_m", ["method.scaling=awq"]), tmp_path / "model.gguf", quality_windows=1)
+    write_view(tmp_path / "model.gguf", tmp_path)
+    scaled = [layer for layer in report.layers if layer.log["scaled_loss"] < layer.log["identity_loss"]]
+    assert {layer.module.split(".", 3)[-1] for layer in scaled} >= {"self_attn.q_proj", "mlp.down_proj"}
+    (first, *_) = (layer.module for layer in scaled if layer.module.endswith("q_proj"))
+    norm = first.replace("self_attn.q_proj", "input_layernorm.weight")
+    assert not Checkpoint(tmp_path).tensor(norm).float().equal(Checkpoint(model).tensor(norm).float())
+    assert report.quality is not None
+    assert 0 < report.quality.kl < 0.2
+
+
 def test_refusals(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"must end in \.gguf"):
         made(model, "q4_k_m", tmp_path / "folder")

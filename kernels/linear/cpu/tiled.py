@@ -288,7 +288,7 @@ def multiply(
     plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads, threshold is not None)
     outliers = None if threshold is None else find_outliers(pool, x, threshold, plan.inputs)
     if rounding is None:
-        held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs)
+        held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs, tiles.every if digits == 1 else 1)
     else:
         held = in_one_digit(pool, x, outliers, tiles.block, plan.room, plan.inputs)
     own = [held.values, plan.room, held.scales, held.sums, 0 if bias is None else bias.data_ptr(), y.data_ptr()]

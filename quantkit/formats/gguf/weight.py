@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -81,6 +81,14 @@ class GgufWeight(QuantizedWeight):
         if self.kind.table:
             return _table_on(self.codes.device, self.kind)[self.codes.int()]
         return self.codes.float() - self.kind.zero
+
+    def divide_rows(self, divisors: Tensor) -> GgufWeight:
+        """What the weight with its rows divided is on the same codes; scales are rounded to float16 once more."""
+        scale, minimum = (
+            None if held is None else (held.float() / divisors[:, None]).half() for held in (self.scale, self.minimum)
+        )
+        assert scale is not None
+        return replace(self, scale=scale, minimum=minimum)
 
     def cut(self, outputs: Index, inputs: Index) -> GgufWeight:
         """Where a block is cut apart, every group has its scale; where a group is, smaller groups have."""
