@@ -87,8 +87,8 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    # The second: what a block is tuned towards. The third: what its experts read.
-    states = work.hidden_bytes * (1 + work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized))
+    # What a tuned block reads and is tuned towards; what experts read.
+    states = work.hidden_bytes * (1 + 2 * work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized))
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
     working += states if place == "device" else 0
@@ -141,7 +141,8 @@ def estimated_seconds(work: Work) -> float:
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
-        forward = sum(2 * work.tokens * group.forward_weights for group in work.groups)
+        tokens = work.tokens + work.seq_len * work.method.tuned_sequences(work.samples)
+        forward = sum(2 * tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
     groups = Counter(work.quantized)  # blocks are mostly alike
     return total + sum(times * group.experts * _group_seconds(work, group, speed) for group, times in groups.items())
