@@ -16,7 +16,8 @@ from quantkit.methods.arithmetic import fast_products
 from quantkit.methods.learned_grid import LIMIT, LearnedGrid
 from quantkit.methods.method import Batches, TunedBlock
 
-JUDGED = 32  # sequences that steps are compared on; the end is compared with the start on all
+JUDGED = 32  # sequences at most that no step learns from, and that steps are compared on
+SHARE_JUDGED = 8  # one of so many sequences; with fewer, steps learn from those that they are compared on
 JUDGEMENTS = 10  # of a run, evenly spaced
 
 
@@ -33,7 +34,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best that was found, by linear; losses are squared errors of the block's outputs, relative to their square."""
+    """The best that was found, by linear. Losses are squared errors of a block's outputs, relative to their square."""
 
     weights: Mapping[str, IntegerWeight]
     start_loss: float
@@ -53,21 +54,24 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._places)
 
-    def some(self, count: int) -> list[int]:
-        """At most so many, evenly spaced."""
-        return list(range(0, len(self), -(-len(self) // count)))
+    @property
+    def judged(self) -> list[int]:
+        """Those that steps are compared on, evenly spaced. Learned from, they would praise what is learned by heart."""
+        count = min(JUDGED, len(self) // SHARE_JUDGED)
+        return [place * len(self) // count for place in range(count)] if count else list(range(len(self)))
 
     def order(self, seed: int) -> Iterator[int]:
-        """All in random order, again and again."""
-        generator = torch.Generator().manual_seed(seed)
+        """Those that steps learn from, in random order, again and again."""
+        judged, generator = set(self.judged), torch.Generator().manual_seed(seed)
+        learned = [number for number in range(len(self)) if number not in judged] or list(range(len(self)))
         while True:
-            yield from torch.randperm(len(self), generator=generator).tolist()
+            yield from (learned[place] for place in torch.randperm(len(learned), generator=generator).tolist())
 
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets [sequences, length, hidden], no more at once than a block can take."""
         for start in range(0, len(numbers), self._at_once):
             places = [self._places[number] for number in numbers[start : start + self._at_once]]
-            yield tuple(torch.stack([part[index][row] for index, row in places]) for part in (self._inputs, self._targets))
+            yield _stacked(self._inputs, places), _stacked(self._targets, places)
 
 
 class BlockTuner:
@@ -84,13 +88,12 @@ class BlockTuner:
             return self._loss(range(len(self._sequences)) if numbers is None else numbers)
 
     def tune(self, grids: Mapping[str, LearnedGrid], start: Mapping[str, IntegerWeight], schedule: Schedule) -> Tuned:
-        """The best of a schedule's steps, or the start where none is better over all sequences."""
-        judged = self._sequences.some(JUDGED)
+        """The best of a schedule's steps; the start where none is better, on the judged sequences and on all."""
+        judged = self._sequences.judged
         start_loss = self.loss(start)
         if not math.isfinite(start_loss):
             raise InputError("the loss is not finite; the model's weights or activations overflow")
-        least = start_loss if len(judged) == len(self._sequences) else self.loss(start, judged)
-        best, found = start, 0
+        best, least, found = start, self.loss(start, judged), 0
         every = max(1, schedule.steps // JUDGEMENTS)
         with self._replaced(grids):
             for step in self._steps(grids, schedule):
@@ -112,7 +115,9 @@ class BlockTuner:
         for step in range(schedule.steps):
             self._set(grids)
             upstream = self._gradients(list(grids), [next(order) for _ in range(count)])
-            gradients = [each for grid, one in zip(grids.values(), upstream, strict=True) for each in grid.gradients(one)]
+            gradients = [
+                each for grid, one in zip(grids.values(), upstream, strict=True) for each in grid.gradients(one)
+            ]
             rate = schedule.rate * (1 - step / schedule.steps)
             _move(parameters, gradients, rate, adam)
             yield step + 1
@@ -159,6 +164,10 @@ class BlockTuner:
             for parameter, (values, learned) in zip(parameters, kept, strict=True):
                 parameter.data.copy_(values)
                 parameter.requires_grad_(learned)
+
+
+def _stacked(batches: Batches, places: list[tuple[int, int]]) -> Tensor:
+    return torch.stack([batches[index][row] for index, row in places])
 
 
 def _error(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

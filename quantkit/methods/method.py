@@ -133,6 +133,10 @@ class Method(ABC):
         included; the planner counts their seconds."""
         return 0
 
+    def tuning_bytes(self, weights: int) -> int:
+        """What `tune_block` holds at once for a block with so many weights to quantize, beyond the block itself."""
+        return 0
+
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         """About how long the method works on a group; forward passes and statistics are counted by the planner."""
         return group.weights * speed.rounding_seconds

@@ -1,6 +1,6 @@
 """Learned rounding: which way every weight is rounded, and each group's range, by the error of a whole block's outputs.
 
-GPTQ and AWQ make the outputs of each layer right by itself. Here all linears of a block are moved together, by gradients
+GPTQ and AWQ make the outputs of each layer right by itself. Here all linears of a block move together, by gradients
 through the block, in steps of one size against the gradient's sign (SignRound; Cheng et al., 2023, arXiv 2309.05516).
 It begins with what AWQ scales and GPTQ make of the block, and ends with the best step: never worse than its start.
 """
@@ -21,15 +21,26 @@ from quantkit.methods.costing import GroupWork, Speed
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.grid import search_grid
 from quantkit.methods.learned_grid import LearnedGrid
-from quantkit.methods.method import Batches, Method, Rounded, ScaleChoice, Tie, TunedBlock, require_integer, require_one_of
+from quantkit.methods.method import (
+    Batches,
+    Method,
+    Rounded,
+    ScaleChoice,
+    Tie,
+    TunedBlock,
+    require_integer,
+    require_one_of,
+)
 from quantkit.methods.statistics import InputStatistics
 
 BACKWARD = 2  # forward passes that take as long as a backward pass
+CODES = 3  # sets of them: two starts and the best, a byte each
+FEW_STEPS = 50  # with fewer, steps are not made larger: they would only undo what the start has
 
 
 @dataclass(frozen=True)
 class TunedMethod(Method):
-    """`steps` for each block, each on `batch` sequences; `lr` of the first step, by default 1 / steps.
+    """`steps` for each block, each on `batch` sequences; `lr` of the first step, by default 1 / steps, at most 0.02.
 
     `optimizer`: steps of one size (`sign`), or `adam`. `scaling` is GPTQ's, for the start. `seed` orders the sequences.
     """
@@ -90,7 +101,7 @@ class TunedMethod(Method):
             name: LearnedGrid(block.weight(name), weight, require_integer(self.name, block.formats[name]))
             for name, weight in starts[kind].items()
         }
-        rate = self.lr or 1 / self.steps
+        rate = self.lr or 1 / max(self.steps, FEW_STEPS)
         found = tuner.tune(grids, starts[kind], Schedule(self.steps, self.batch, rate, self.optimizer, self.seed))
         notes: dict[str, float | str] = {"block_loss": found.loss, "block_start_loss": found.start_loss}
         notes |= {f"block_{kind}_loss": loss for kind, loss in losses.items()} | {"start": kind, "step": found.step}
@@ -99,6 +110,10 @@ class TunedMethod(Method):
     def tuned_sequences(self, samples: int) -> int:
         steps = self.steps * min(self.batch, samples) * (1 + BACKWARD)
         return steps + JUDGEMENTS * min(JUDGED, samples) + 4 * samples
+
+    def tuning_bytes(self, weights: int) -> int:
+        """In float32: what is rounded, offsets and their gradients, those of the weights twice, and the block's own."""
+        return (4 * 6 + CODES) * weights
 
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         learning = 3 * self.steps * group.weights * speed.rounding_seconds  # decoded, its gradient, moved

@@ -22,7 +22,7 @@ from quantkit.methods.method import UNREACHED, Rounded
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
-from quantkit.stages import Fold, Group, Stage
+from quantkit.stages import Fold, Stage
 
 STACKED = 1 << 26  # weights of experts that scales are searched for at once
 
@@ -78,7 +78,9 @@ class BlockQuantizer:
             error = relative_error(decoded, weight)
             log = {key: value for key, value in done.log.items() if key not in ("loss", "rounding_loss")}
             log |= {"start_loss": done.log["loss"]} if "loss" in done.log else {}
-            self._layers[name] = QuantizedLayer(done.module, done.fmt, quantized, error, log | dict(rounded.notes or {}))
+            self._layers[name] = QuantizedLayer(
+                done.module, done.fmt, quantized, error, log | dict(rounded.notes or {})
+            )
             self._fill(block, {name: decoded})
         self._unrounded.clear()
         for layer in self._layers.values():
@@ -142,7 +144,7 @@ class BlockQuantizer:
         unknown = sorted(tuned.keys() - self.formats.keys())
         if unknown:
             raise QuantkitError(f"method '{self._method.name}' tuned {', '.join(unknown)}, which it was not asked for")
-        for stage in (each for stage in self._stages for each in stage.by_expert):
+        for stage in (one for stages in self._stages for one in stages.by_expert):
             if sum(name in tuned for name in stage.names) not in (0, len(stage.names)):
                 names = ", ".join(stage.names)
                 raise QuantkitError(

@@ -28,6 +28,7 @@ PROCESS_BYTES = 400_000_000  # Python with torch and transformers
 CUDA_BYTES = 600_000_000  # what a process holds on a GPU before its first tensor, and workspaces
 DISK_RATE = 500e6  # bytes a second: an ordinary SSD
 SLACK = 1.1  # what the allocator holds beyond that: measured 0.96 to 1.2 of the sum on models of 15 and 30 M weights
+GRADIENTS = 2  # times the activations of a part: they and their gradients
 MEASURED_SECONDS = 0.03  # for each of up to seven things
 
 
@@ -110,7 +111,16 @@ def _calibrated_bytes(work: Work) -> int:
     block = work.block_weights * (itemsize + 1)  # the weights, and a byte for each one's code until it is packed
     statistics = max(_statistics_bytes(work, group) for group in work.quantized)
     method = max(work.method.cost_bytes(group) for group in work.quantized)
-    return int(SLACK * (block + statistics + method + _batch_bytes(work) + _inner_bytes(work)))
+    rounding = statistics + method + _batch_bytes(work) + _inner_bytes(work)
+    return int(SLACK * (block + max(rounding, _tuning_bytes(work))))
+
+
+def _tuning_bytes(work: Work) -> int:
+    """Of a block that is tuned: the weights as they were rounded from, and a batch with all that gradients need."""
+    if not work.method.tunes_blocks:
+        return 0
+    parts = 2 * GRADIENTS * _batch_bytes(work)  # attention and MLP are in memory together
+    return work.block_weights * work.compute_dtype.itemsize + work.method.tuning_bytes(work.block_weights) + parts
 
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
