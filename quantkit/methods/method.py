@@ -50,11 +50,16 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class TunedBlock:
-    """A decoder block whose linears are about to be quantized."""
+    """A decoder block whose linears were scaled and rounded, before what they were rounded to is put into it."""
 
-    module: nn.Module  # with its weights as they are in the model
+    module: nn.Module  # with input scales where they belong, and weights that are not rounded yet
     formats: Mapping[str, Format]  # of the linears to quantize, by their name within the block
+    start: Mapping[str, QuantizedWeight]  # what `round` made of them
     forward: Callable[[Tensor], Tensor]  # hidden states before the block -> after it, with gradients where enabled
+
+    def weight(self, name: str) -> Tensor:
+        """The weight [out, in] of a linear, as it is in the block."""
+        return self.module.get_parameter(f"{name}.weight").data
 
 
 @dataclass(frozen=True)
@@ -116,12 +121,21 @@ class Method(ABC):
     def tune_block(self, block: TunedBlock, inputs: Batches, targets: Batches) -> Mapping[str, Rounded]:
         """Linears of a block, rounded together: so that the block makes `targets` of `inputs` as nearly as it can.
 
-        Called once a block before any of its linears is rounded. `inputs` come from the quantized blocks before;
-        `targets` are what this block makes of them unquantized. Gradients are enabled here and nowhere else. The
-        block must be left with the weights that it came with. The answer is by name within the block, and has all
-        linears that share an input or none of them; groups that it leaves out are scaled and rounded as usual.
+        Called once a block, after all of its linears were scaled and rounded as usual. `inputs` come from the quantized
+        blocks before; `targets` are what this block makes of them unquantized. Gradients are enabled here and nowhere
+        else. The block must be left with the weights that it came with. The answer is by name within the block, and has
+        all linears that share an input or none of them; those that it leaves out stay as they were rounded.
         """
         return {}
+
+    def tuned_sequences(self, samples: int) -> int:
+        """Of `samples` calibration sequences: how many times `tune_block` runs one through its block, gradients
+        included; the planner counts their seconds."""
+        return 0
+
+    def tuning_bytes(self, weights: int) -> int:
+        """What `tune_block` holds at once for a block with so many weights to quantize, beyond the block itself."""
+        return 0
 
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         """About how long the method works on a group; forward passes and statistics are counted by the planner."""

@@ -17,7 +17,7 @@ from quantkit.errors import InputError
 from quantkit.formats import Format
 from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
-from quantkit.methods.method import Rounded, TunedBlock
+from quantkit.methods.method import TunedBlock
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.activations import Activations, Place, choose_place
 from quantkit.passes.experts import ExpertRounding
@@ -27,6 +27,7 @@ from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.stages import Stage
 
 KEPT_INNER_BYTES = 512 << 20  # inputs of a part's last linear are kept up to this size, else computed twice
+TUNING_STATES = ("inputs", "targets")  # of a block that is tuned: the names of their files
 
 
 def check_folds(method: Method, family: Family, config: Config) -> None:
@@ -79,22 +80,37 @@ class CalibratedPass:
         for layer in range(first, len(self.runner)):
             parts = self.runner.load(layer, self._arguments[layer])
             work = BlockQuantizer(self.source, self.family, self.chosen, self.method, layer, on_layer)
-            if self.method.tunes_blocks:
-                work.take(self._tune(parts, work.formats))
+            states = self._inputs_and_targets(parts) if self.method.tunes_blocks else None
             for part in parts:
                 self._run_part(part, work)
+            if states is not None:
+                self._tune(parts, work, *states)
             block = work.result(parts[0].block)
             self.runner.free(layer)
             yield block
 
-    def _tune(self, parts: tuple[BlockPart, ...], formats: Mapping[str, Format]) -> Mapping[str, Rounded]:
-        """What a method that learns through a block makes of its linears; they have the model's weights until then."""
+    @torch.no_grad()
+    def _inputs_and_targets(self, parts: tuple[BlockPart, ...]) -> tuple[Activations, Activations]:
+        """What a block reads, and what it makes of that with the model's weights."""
+        inputs, targets = (Activations(self.runner.device, self._place, self._scratch, name) for name in TUNING_STATES)
+        with fast_products(self.runner.device):
+            for batch in self.hidden:
+                inputs.append(batch)
+                targets.append(run_block(parts, batch))
+        return inputs, targets
+
+    def _tune(
+        self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations, targets: Activations
+    ) -> None:
+        """Lets a method that learns through a block change what its linears were rounded to."""
         forward = partial(run_block, parts)
-        targets = Activations(self.runner.device, self._place, self._scratch, "targets")
-        with torch.no_grad(), fast_products(self.runner.device):
-            targets.extend(forward(batch) for batch in self.hidden)
-        with torch.enable_grad():
-            return self.method.tune_block(TunedBlock(parts[0].block, formats, forward), self.hidden, targets)
+        with work.unrounded(parts[0].block) as start, torch.enable_grad():
+            tuned = self.method.tune_block(TunedBlock(parts[0].block, work.formats, start, forward), inputs, targets)
+        work.take(parts[0].block, tuned)
+        if tuned:
+            with torch.no_grad(), fast_products(self.runner.device):
+                for index, batch in enumerate(inputs):
+                    self.hidden[index] = forward(batch)
 
     @torch.no_grad()
     def _run_part(self, part: BlockPart, work: BlockQuantizer) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from quantkit.arch import Family
 from quantkit.blocks import weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, QuantkitError
-from quantkit.formats import Format, GgufWeight, IntegerFormat, IntegerWeight
+from quantkit.formats import Format, GgufWeight, IntegerFormat, IntegerWeight, QuantizedWeight
 from quantkit.formats.base import DTYPES
 from quantkit.methods import Method
 from quantkit.methods.losses import output_energy
@@ -21,9 +22,16 @@ from quantkit.methods.method import UNREACHED, Rounded
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
-from quantkit.stages import Fold, Group, Stage
+from quantkit.stages import Fold, Stage
 
 STACKED = 1 << 26  # weights of experts that scales are searched for at once
+
+
+class Unrounded(NamedTuple):
+    """A linear as it was when it was rounded."""
+
+    weight: Tensor  # with input scales
+    absmax: Tensor  # the largest magnitude that it reads
 
 
 class BlockQuantizer:
@@ -45,7 +53,7 @@ class BlockQuantizer:
             module.removeprefix(self._prefix): fmt for module, fmt in chosen.items() if module.startswith(self._prefix)
         }
         self._stored = DTYPES[source.dtype]  # of the plain tensors
-        self._tuned: Mapping[str, Rounded] = {}
+        self._unrounded: dict[str, Unrounded] = {}  # where the method goes on from there: `tune_block`
         self._layers: dict[str, QuantizedLayer] = {}
         self._changed: set[str] = set()  # plain tensors that took scales
         self._norms_of_many = {fold.producer for fold in _norm_folds(self._stages) if fold.also}
@@ -53,12 +61,30 @@ class BlockQuantizer:
     def wants(self, stage: Stage) -> bool:
         return stage.linears[0] in self.formats  # a stage has one scheme
 
-    def take(self, tuned: Mapping[str, Rounded]) -> None:
-        """Linears that the method has rounded already, by tuning the block."""
-        unknown = sorted(tuned.keys() - self.formats.keys())
-        if unknown:
-            raise QuantkitError(f"method '{self._method.name}' tuned {', '.join(unknown)}, which it was not asked for")
-        self._tuned = tuned
+    @contextmanager
+    def unrounded(self, block: nn.Module) -> Iterator[dict[str, QuantizedWeight]]:
+        """For a while, a block with the weights that its linears were rounded from; gives what they became."""
+        self._fill(block, {name: each.weight for name, each in self._unrounded.items()})
+        yield {name: self._layers[name].quantized for name in self._unrounded}
+        self._fill(block, {name: self._layers[name].quantized.dequantize() for name in self._unrounded})
+
+    def take(self, block: nn.Module, tuned: Mapping[str, Rounded]) -> None:
+        """Puts what tuning a block made of its linears in the place of what they were rounded to."""
+        self._check_tuned(tuned)
+        for name, rounded in tuned.items():
+            done, (weight, absmax) = self._layers[name], self._unrounded[name]
+            quantized = done.fmt.with_input_scale(rounded.quantized, absmax)
+            decoded = quantized.dequantize()
+            error = relative_error(decoded, weight)
+            log = {key: value for key, value in done.log.items() if key not in ("loss", "rounding_loss")}
+            log |= {"start_loss": done.log["loss"]} if "loss" in done.log else {}
+            self._layers[name] = QuantizedLayer(
+                done.module, done.fmt, quantized, error, log | dict(rounded.notes or {})
+            )
+            self._fill(block, {name: decoded})
+        self._unrounded.clear()
+        for layer in self._layers.values():
+            self._on_layer(layer)
 
     def quantize(
         self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any] | None = None
@@ -70,12 +96,9 @@ class BlockQuantizer:
         formats = [self.formats[name] for name in stage.names]
         linears = [block.get_submodule(name) for name in stage.names]
         try:
-            rounded, divisor = self._tuned_group(stage.names), None
-            log = dict(notes or {})
-            if not rounded:
-                divisor, scaling = self._scale(block, stage, linears, formats[0], inputs)
-                log |= scaling
-                rounded = _round(self._method, [weight_of(linear).float() for linear in linears], formats, inputs)
+            divisor, scaling = self._scale(block, stage, linears, formats[0], inputs)
+            log = dict(notes or {}) | scaling
+            rounded = _round(self._method, [weight_of(linear).float() for linear in linears], formats, inputs)
             for name, linear, fmt, part in zip(stage.names, linears, formats, rounded, strict=True):
                 self._keep(name, linear, fmt, part, inputs, log)
         except InputError as error:
@@ -116,14 +139,23 @@ class BlockQuantizer:
         order = [name for stage in self._stages for name in stage.linears if name in self._layers]
         return QuantizedBlock(tuple(self._layers[name] for name in order), changed)
 
-    def _tuned_group(self, names: Group) -> list[Rounded]:
-        """What tuning made of linears that share an input; none where they are still to be rounded."""
-        tuned = [self._tuned[name] for name in names if name in self._tuned]
-        if len(tuned) not in (0, len(names)):
-            raise QuantkitError(
-                f"method '{self._method.name}' tuned some of {', '.join(names)}; they share an input: all or none"
-            )
-        return tuned
+    def _check_tuned(self, tuned: Mapping[str, Rounded]) -> None:
+        """Refuses linears that nobody asked for, and some of those that share an input without the others."""
+        unknown = sorted(tuned.keys() - self.formats.keys())
+        if unknown:
+            raise QuantkitError(f"method '{self._method.name}' tuned {', '.join(unknown)}, which it was not asked for")
+        for stage in (one for stages in self._stages for one in stages.by_expert):
+            if sum(name in tuned for name in stage.names) not in (0, len(stage.names)):
+                names = ", ".join(stage.names)
+                raise QuantkitError(
+                    f"method '{self._method.name}' tuned some of {names}; they share an input: all or none"
+                )
+
+    @staticmethod
+    @torch.no_grad()
+    def _fill(block: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            _set_weight(block.get_submodule(name), weight)
 
     def _scale(
         self, block: nn.Module, stage: Stage, linears: list[nn.Module], fmt: Format, inputs: InputStatistics
@@ -168,6 +200,8 @@ class BlockQuantizer:
         self._layers[fold.producer] = QuantizedLayer(done.module, done.fmt, quantized, done.relative_error, done.log)
         divide_outputs(producer, rows, self._stored)
         _set_weight(producer, quantized.dequantize())
+        if fold.producer in self._unrounded:
+            self._unrounded[fold.producer].weight.div_(divisors[:, None])
         return scales
 
     def _keep(
@@ -185,8 +219,11 @@ class BlockQuantizer:
         decoded = quantized.dequantize()
         error = relative_error(decoded, weight_of(linear))
         self._layers[name] = QuantizedLayer(self._prefix + name, fmt, quantized, error, log)
+        if self._method.tunes_blocks:  # it is not finished yet
+            self._unrounded[name] = Unrounded(weight_of(linear).clone(), inputs.absmax.amax())
+        else:
+            self._on_layer(self._layers[name])
         _set_weight(linear, decoded)
-        self._on_layer(self._layers[name])
 
 
 def _round(method: Method, weights: list[Tensor], formats: list[Format], inputs: InputStatistics) -> list[Rounded]:

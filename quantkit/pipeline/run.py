@@ -92,7 +92,7 @@ def _run(job: Job, chosen: Mapping[str, Format], journal: Journal, on_layer: Pro
 
     def advance(layer: QuantizedLayer) -> None:
         clock.lap(layer.module)
-        loss = layer.log.get("loss")
+        loss = layer.log.get("block_loss", layer.log.get("loss"))
         on_layer(layer.module if loss is None else f"{layer.module}  loss {loss:.5f}", len(chosen))
 
     for module in (module for block in job.blocks[: journal.finished] for module in block if module in chosen):

@@ -28,6 +28,7 @@ PROCESS_BYTES = 400_000_000  # Python with torch and transformers
 CUDA_BYTES = 600_000_000  # what a process holds on a GPU before its first tensor, and workspaces
 DISK_RATE = 500e6  # bytes a second: an ordinary SSD
 SLACK = 1.1  # what the allocator holds beyond that: measured 0.96 to 1.2 of the sum on models of 15 and 30 M weights
+GRADIENTS = 2  # times the activations of a part: they and their gradients
 MEASURED_SECONDS = 0.03  # for each of up to seven things
 
 
@@ -87,8 +88,8 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    # The second: what a block is tuned towards. The third: what its experts read.
-    states = work.hidden_bytes * (1 + work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized))
+    # What a tuned block reads and is tuned towards; what experts read.
+    states = work.hidden_bytes * (1 + 2 * work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized))
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
     working += states if place == "device" else 0
@@ -110,7 +111,16 @@ def _calibrated_bytes(work: Work) -> int:
     block = work.block_weights * (itemsize + 1)  # the weights, and a byte for each one's code until it is packed
     statistics = max(_statistics_bytes(work, group) for group in work.quantized)
     method = max(work.method.cost_bytes(group) for group in work.quantized)
-    return int(SLACK * (block + statistics + method + _batch_bytes(work) + _inner_bytes(work)))
+    rounding = statistics + method + _batch_bytes(work) + _inner_bytes(work)
+    return int(SLACK * (block + max(rounding, _tuning_bytes(work))))
+
+
+def _tuning_bytes(work: Work) -> int:
+    """Of a block that is tuned: the weights as they were rounded from, and a batch with all that gradients need."""
+    if not work.method.tunes_blocks:
+        return 0
+    parts = 2 * GRADIENTS * _batch_bytes(work)  # attention and MLP are in memory together
+    return work.block_weights * work.compute_dtype.itemsize + work.method.tuning_bytes(work.block_weights) + parts
 
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
@@ -141,7 +151,8 @@ def estimated_seconds(work: Work) -> float:
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
-        forward = sum(2 * work.tokens * group.forward_weights for group in work.groups)
+        tokens = work.tokens + work.seq_len * work.method.tuned_sequences(work.samples)
+        forward = sum(2 * tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
     groups = Counter(work.quantized)  # blocks are mostly alike
     return total + sum(times * group.experts * _group_seconds(work, group, speed) for group, times in groups.items())

@@ -76,6 +76,28 @@ def test_speeds_of_experts_are_those_of_rows() -> None:
             assert cell.strip() in (said or {""}), (shape, weights, batch)
 
 
+def test_speeds_on_a_cpu_are_those_of_rows() -> None:
+    """A table for each model that has rows; a cell is a row of its load, ours or llama.cpp's as its line says."""
+    with (ROOT / "eval" / "results" / "cpu.csv").open(encoding="utf-8") as file:
+        measured = list(csv.DictReader(file))
+    page = PAGES["docs/performance/index.md"]
+    tables = re.findall(
+        r"^\| (\S+).* \| 1 request \| prompt of 128 \| 8 requests \|\n.*\n((?:\|.*\n)+)", page, re.MULTILINE
+    )
+    models = {"Qwen2.5-1.5B's": "qwen2.5-1.5b", "SmolLM2-135M": "smollm2-135m", "`demo`": "demo"}
+    assert [models[name] for name, _ in tables] == list(dict.fromkeys(row["model"] for row in measured))
+    for name, lines in tables:
+        for line in lines.splitlines():
+            label, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            engine = "llama.cpp" if label.endswith("llama-bench") else "quantkit"
+            for load, cell in zip(("1 request", "prompt 128", "8 requests"), cells, strict=True):
+                asked = (models[name], engine, load)
+                same = [row for row in measured if (row["model"], row["engine"], row["load"]) == asked]
+                speeds = [float(row["tokens_per_second"]) for row in same]
+                said = {f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}" for speed in speeds}
+                assert cell in (said or {""}), (label, load)
+
+
 def test_the_plan_compares_the_same_speeds_with_their_ceilings() -> None:
     names = {f"{weights}, measured of ceiling": weights for weights in NAMES.values()}
     found = table_rows("docs/reference/plan.md", iter(names))

@@ -54,6 +54,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/medusa/test_medusa_command.py": 14,
     "tests/medusa/test_medusa_training.py": 10,
     "tests/notebooks/test_notebooks.py": 75,
+    "tests/quantkit/methods/test_tuned.py": 40,
     "tests/quantkit/test_auto_bits_quality.py": 107,
     "tests/quantkit/test_calibrated_quality.py": 200,
     "tests/quantkit/test_docs_guides.py": 700,

@@ -16,6 +16,7 @@ from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.rtn import RtnMethod
 from quantkit.methods.smoothquant import SmoothQuantMethod
 from quantkit.methods.statistics import SAMPLE
+from quantkit.methods.tuned import TunedMethod
 from quantkit.recipe import load_recipe
 
 
@@ -100,7 +101,7 @@ def test_recipes_give_options() -> None:
 
 
 def test_every_method_is_listed() -> None:
-    assert list(METHODS) == ["awq", "block-search", "gptq", "rtn", "smoothquant"]
+    assert list(METHODS) == ["awq", "block-search", "gptq", "rtn", "smoothquant", "tuned"]
     assert all(issubclass(kind, Method) for kind in METHODS.values())
 
 
@@ -123,6 +124,10 @@ BY_HESSIAN = 2 * 48 * 64**2 / 1e6
         (
             GptqMethod(grid="minmax", scaling="awq"),
             ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 40 * (ROUNDING + BY_HESSIAN),
+        ),
+        (
+            TunedMethod(steps=5, scaling="none"),
+            ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING + 15 * ROUNDING,
         ),
     ],
 )

@@ -42,7 +42,7 @@ def load(toy: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
 
 def test_without_the_package_its_names_are_unknown() -> None:
-    assert method_names() == ["awq", "block-search", "gptq", "rtn", "smoothquant"]
+    assert method_names() == ["awq", "block-search", "gptq", "rtn", "smoothquant", "tuned"]
     with pytest.raises(
         InputError, match=r"unknown method 'gtpq'; did you mean 'gptq'\? Known: awq, block-search, gptq, rtn"
     ):
