@@ -122,9 +122,10 @@ class Method(ABC):
         """Linears of a block, rounded together: so that the block makes `targets` of `inputs` as nearly as it can.
 
         Called once a block, after all of its linears were scaled and rounded as usual. `inputs` come from the quantized
-        blocks before; `targets` are what this block makes of them unquantized. Gradients are enabled here and nowhere
-        else. The block must be left with the weights that it came with. The answer is by name within the block, and has
-        all linears that share an input or none of them; those that it leaves out stay as they were rounded.
+        blocks before; `targets` are what this block makes in the model that is not quantized, so that it may also make
+        up for errors of the blocks before. Gradients are enabled here and nowhere else. The block must be left with the
+        weights that it came with. The answer is by name within the block, and has all linears that share an input or
+        none of them; those that it leaves out stay as they were rounded.
         """
         return {}
 

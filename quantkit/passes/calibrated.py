@@ -27,7 +27,7 @@ from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.stages import Stage
 
 KEPT_INNER_BYTES = 512 << 20  # inputs of a part's last linear are kept up to this size, else computed twice
-TUNING_STATES = ("inputs", "targets")  # of a block that is tuned: the names of their files
+ORIGINAL = "original-"  # before the names of saved states: those of the model that is not quantized
 
 
 def check_folds(method: Method, family: Family, config: Config) -> None:
@@ -58,6 +58,7 @@ class CalibratedPass:
         self._scratch = scratch  # for activations that do not fit into memory
         self._place: Place = "host"
         self.hidden = Activations(self.runner.device, self._place, scratch)
+        self._original = Activations(self.runner.device, self._place, scratch)  # the same where nothing is quantized
         self._arguments: list[dict[str, Any]] = []
 
     def begin(self, tokens: Tensor) -> None:
@@ -65,15 +66,21 @@ class CalibratedPass:
         self._prepare(tokens)
         for part in tokens.split(self._batch(tokens.shape[1])):
             self.hidden.append(self.runner.embed(part))
+        if self.method.tunes_blocks:
+            self._original.extend(self.hidden)
 
-    def resume(self, tokens: Tensor, states: Iterator[Tensor]) -> None:
-        """Goes on from the hidden states that `states()` gave earlier."""
+    def resume(self, tokens: Tensor, states: Iterator[tuple[str, Tensor]]) -> None:
+        """Goes on from the hidden states that `states()` gave earlier, by name."""
         self._prepare(tokens)
-        self.hidden.extend(states)
+        for name, batch in states:
+            (self._original if name.startswith(ORIGINAL) else self.hidden).append(batch)
 
     def states(self) -> dict[str, Tensor]:
         """The hidden states before the next block, to be saved."""
-        return {f"batch-{index:05d}": batch.cpu() for index, batch in enumerate(self.hidden)}
+        both = {"": self.hidden, ORIGINAL: self._original}
+        return {
+            f"{name}batch-{index:05d}": batch.cpu() for name, own in both.items() for index, batch in enumerate(own)
+        }
 
     def blocks(self, on_layer: Callable[[QuantizedLayer], None], *, first: int = 0) -> Iterator[QuantizedBlock]:
         """Quantizes block after block from `first` on."""
@@ -91,13 +98,13 @@ class CalibratedPass:
 
     @torch.no_grad()
     def _inputs_and_targets(self, parts: tuple[BlockPart, ...]) -> tuple[Activations, Activations]:
-        """What a block reads, and what it makes of that with the model's weights."""
-        inputs, targets = (Activations(self.runner.device, self._place, self._scratch, name) for name in TUNING_STATES)
+        """What a block reads after quantized ones, and what it makes in the model that is not quantized."""
+        inputs = self._activations("inputs")
+        inputs.extend(self.hidden)
         with fast_products(self.runner.device):
-            for batch in self.hidden:
-                inputs.append(batch)
-                targets.append(run_block(parts, batch))
-        return inputs, targets
+            for index, batch in enumerate(self._original):
+                self._original[index] = run_block(parts, batch)
+        return inputs, self._original
 
     def _tune(
         self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations, targets: Activations
@@ -133,7 +140,7 @@ class CalibratedPass:
 
     def _experts(self, part: BlockPart) -> ExpertRounding:
         with fast_products(self.runner.device):
-            inputs = Activations(self.runner.device, self._place, self._scratch, "experts")
+            inputs = self._activations("experts")
             return ExpertRounding(part, self.hidden, inputs, self.method)
 
     def _keep_inner(self, part: BlockPart, closing: Stage) -> Activations | None:
@@ -158,7 +165,10 @@ class CalibratedPass:
         self._arguments = self.runner.arguments(tokens.shape[1])
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
         self._place = choose_place(size, self.runner.device)
-        self.hidden = Activations(self.runner.device, self._place, self._scratch)
+        self.hidden, self._original = self._activations("activations"), self._activations("original")
+
+    def _activations(self, name: str) -> Activations:
+        return Activations(self.runner.device, self._place, self._scratch, name)
 
     @staticmethod
     def _batch(length: int) -> int:

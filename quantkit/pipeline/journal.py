@@ -142,13 +142,13 @@ class Journal:
         checksums: dict[str, str] = self._unit(index)["tensors"]
         return checksums
 
-    def state(self) -> Iterator[Tensor]:
+    def state(self) -> Iterator[tuple[str, Tensor]]:
         """What the next unit starts from, tensor by tensor, in the order of their names."""
         file = self._state_file(self._finished - 1)
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in sorted(opened.keys()):
-                    yield opened.get_tensor(name)
+                    yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise unreadable(file, error) from error
 

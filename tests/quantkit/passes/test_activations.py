@@ -79,7 +79,7 @@ def test_files_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
     with Journal(tmp_path / "out", {}) as journal:
         assert journal.finished == 1
         assert list(journal.folder.glob("activations-*.bin")) == []
-        assert [state.shape for state in journal.state()] == [(3,)]
+        assert [state.shape for _, state in journal.state()] == [(3,)]
 
 
 def test_small_ones_stay_in_memory_and_huge_ones_go_to_disk() -> None:

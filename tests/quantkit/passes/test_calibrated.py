@@ -129,7 +129,7 @@ def test_resumes_behind_any_block(case: Case, method: Method, fmt: Format) -> No
     assert len(whole) == LAYERS
     for done in range(1, LAYERS):
         again = case.new(method, fmt)
-        again.resume(case.tokens, iter(states[done - 1].values()))
+        again.resume(case.tokens, iter(states[done - 1].items()))
         assert_equal(list(again.blocks(ignore, first=done)), whole[done:])
 
 

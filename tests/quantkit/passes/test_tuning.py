@@ -54,7 +54,7 @@ def test_states_and_targets_may_lie_on_disk(layers: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(calibrated, "choose_place", lambda *_: "disk")
     on_disk = layers()
     assert {file.name for file in tmp_path.glob("*.bin")} == {
-        f"{name}-0000{index}.bin" for name in ("activations", "inputs", "targets") for index in range(3)
+        f"{name}-0000{index}.bin" for name in ("activations", "inputs", "original") for index in range(3)
     }
     for module, layer in in_memory.items():
         assert torch.equal(layer.quantized.dequantize(), on_disk[module].quantized.dequantize())
