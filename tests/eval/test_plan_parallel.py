@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from long_cases import others_long
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.eval.plan.gpus import GPUS
@@ -258,7 +259,10 @@ def test_room_is_that_of_the_tightest_stage() -> None:
         assert stage.fit.page_bytes == 16 * stage.shard.cache.layers * 2 * 2 * 128 * 2
 
 
-@pytest.mark.parametrize(("recipe", "tolerance"), [("rtn-w4g64", 0.012), ("nf4", 0.055), ("llm-int8", 0.01)])
+@pytest.mark.parametrize(
+    ("recipe", "tolerance"),
+    others_long([("rtn-w4g64", 0.012), ("nf4", 0.055), ("llm-int8", 0.01)], [("rtn-w4g64", 0.012)]),
+)
 def test_a_rank_takes_what_the_engine_counts(
     recipe: str, tolerance: float, quantized_demo: Callable[..., Path]
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from long_cases import others_long
 from quantkit.arch import FAMILIES
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.errors import InputError
@@ -161,7 +162,7 @@ def test_methods_that_fold_look_as_good_as_they_are(
     assert found.blocks[0] < 3 * limit
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_long(list(FAMILIES), ("llama", "gemma2", "mixtral", "deepseek_v3")))
 def test_every_family(family: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save_model(family, folder, initializer_range=0.02)

@@ -188,6 +188,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
     raise AssertionError(f"not ready: {log.read_text()}")
 
 
+@pytest.mark.long
 def test_against_the_real_server(run_cli: Cli, live_url: str) -> None:
     args = ("--url", live_url, "--concurrency", "1,4", "--requests", 4, "--prompt-len", 16, "--new-tokens", 6)
     for endpoint in ("chat", "completions"):

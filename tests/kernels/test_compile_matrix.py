@@ -103,6 +103,7 @@ def test_the_matrix_assembles_and_fits(part: int) -> None:
     assert found["pairs"] > 300
 
 
+@pytest.mark.long
 def test_faults_are_seen() -> None:
     """Instructions that a card does not have, a tile that is too large, and a grid that does not exist."""
     right, old, large, wide = run("-c", PLANTED).splitlines()

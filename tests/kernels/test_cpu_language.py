@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from long_cases import others_long
 from quantkit.kernels.cpu import float8_product, float_product, object_cache, wide_product
 from quantkit.kernels.cpu.bytes import dot, look_up
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
@@ -20,6 +21,9 @@ from quantkit.kernels.cpu.product import Kind, multiply
 from quantkit.kernels.cpu.tiles import Codes
 
 pytestmark = pytest.mark.kernel
+every_processor = pytest.mark.parametrize(
+    "processor", others_long(KNOWN, ("x86-64", "haswell", "cascadelake", "cortex-a72", "neoverse-n1"))
+)
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 INSTRUCTIONS = {"sdot": "sdot", "vpdpbusd": "vpdpbusd", "pmaddubsw": "vpmaddubsw", "wide": "mul"}
 
@@ -97,7 +101,7 @@ def test_looking_up() -> None:
     assert torch.equal(found, torch.tensor(table, dtype=torch.int8)[places.int()])
 
 
-@pytest.mark.parametrize("processor", KNOWN.values(), ids=KNOWN)
+@every_processor
 def test_other_processors(processor: Processor) -> None:
     """Their own instruction multiplies, for integers and for tables."""
     table = Codes(4, digits=(tuple(range(16)), tuple(range(16))))
@@ -108,7 +112,7 @@ def test_other_processors(processor: Processor) -> None:
         assert ("vpm" if widened else INSTRUCTIONS[processor.dot]) in text
 
 
-@pytest.mark.parametrize("processor", KNOWN.values(), ids=KNOWN)
+@every_processor
 def test_floats_on_other_processors(processor: Processor) -> None:
     """They compile, and multiply and add in one instruction where there is one."""
     for stored in (torch.bfloat16, torch.float8_e4m3fn):

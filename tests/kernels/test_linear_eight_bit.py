@@ -101,8 +101,9 @@ ONE_OF_EACH_KIND = ("llm-int8", "fp8", "fp8-block")  # scales by row and outlier
 @pytest.mark.parametrize(
     ("tokens", "name"),
     [
-        *((1, name) for name in ROUNDED),
-        *(pytest.param(11, name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.long) for name in ROUNDED),
+        pytest.param(tokens, name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.long)
+        for tokens in (1, 11)
+        for name in ROUNDED
     ],
 )
 def test_slices_of_few_tokens_change_nothing(tokens: int, name: str, device: str) -> None:

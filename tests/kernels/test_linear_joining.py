@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from long_cases import others_long
 from quantkit.formats import CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, LlmInt8, Nf4
 from quantkit.kernels.card import NO_GPU
 from quantkit.kernels.linear.eight_bit.weight import lay_out as lay_out_eight_bit
@@ -14,9 +15,10 @@ from quantkit.kernels.linear.weight_only.weight import lay_out as lay_out_packed
 
 pytestmark = pytest.mark.kernel
 
+SHORT = (CtPacked(), CtPacked(sym=False), CtPacked(bits=3), Nf4(), LlmInt8(), CtFloat8(strategy="block"), CtNvfp4())
 FORMATS = (
-    *(CtPacked(), CtPacked(group_size=32), CtPacked(sym=False), CtPacked(bits=8), CtPacked(bits=3), Nf4(), Fp4()),
-    *(Nf4(double_quant=False), LlmInt8(), CtInt8(), CtFloat8(), CtFloat8(strategy="block"), CtMxfp4(), CtNvfp4()),
+    *(*SHORT, CtPacked(group_size=32), CtPacked(bits=8), Fp4(), Nf4(double_quant=False), CtInt8(), CtFloat8()),
+    CtMxfp4(),
 )
 
 
@@ -31,7 +33,7 @@ def multiply(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return run(weight.default(8, NO_GPU), x, weight)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.describe())
+@pytest.mark.parametrize("fmt", others_long(FORMATS, SHORT), ids=lambda fmt: fmt.describe())
 def test_joined_layers_give_the_same(fmt: Format, device: str) -> None:
     parts = [weight_of(fmt, outputs, 256, device, scale) for outputs, scale in ((128, 0.02), (128, 0.5), (72, 0.1))]
     joined = join(parts)

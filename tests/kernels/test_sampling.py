@@ -128,6 +128,7 @@ def test_meaning_as_in_float64(device: str) -> None:
         assert result[i].nonzero()[:, 0].tolist() == sorted(order[: len(kept)].tolist())
 
 
+@pytest.mark.long
 def test_many_tokens_in_the_list(device: str) -> None:
     """More than settling and weighing take at a time, from several parts; float32's neighbours, ties, all equal."""
     logits = make(5, 5 * weights.PART + 300, device, spread=0.01)

@@ -30,7 +30,8 @@ Cli = Callable[..., tuple[int, str, str]]
 PROXY = "docs/guides/behind-a-proxy.md"
 ONLY_LONG = {
     "docs/start/report.md",  # a process for each format
-    PROXY,  # a second server: docs/start/serve.md has one
+    "docs/start/serve.md",  # a server; tests/runtime/server has what it shows
+    PROXY,  # the same
     "docs/guides/add-a-kernel.md",  # a process with Triton; tests/kernels has what it shows
 }
 NOT_RUN = [  # all blocks that nobody runs

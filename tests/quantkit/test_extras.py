@@ -82,6 +82,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
 
 
+@pytest.mark.long
 def test_the_core_works_without_extras(tmp_path: Path) -> None:
     commands = [
         ["quantize", "demo-draft", "-r", "rtn-w4g128", "-o", "w4", "--quality-windows", "1", "--device", "cpu"],

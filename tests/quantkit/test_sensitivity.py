@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from long_cases import others_long
 from quantkit.arch import FAMILIES, family_of
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
@@ -112,9 +113,7 @@ def test_inputs_that_are_not_finite_name_the_layer(tmp_path: Path) -> None:
         sensitivities(tmp_path, tmp_path, torch.randint(1, 96, (6, 24)), GptqMethod())
 
 
-@pytest.mark.parametrize(
-    ("model", "block"), [("demo-draft", "layers.1."), pytest.param("demo", "layers.2.", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("model", "block"), others_long([("demo-draft", "layers.1."), ("demo", "layers.2.")], ()))
 def test_predictions_hold_for_schemes_that_were_not_measured(
     model: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

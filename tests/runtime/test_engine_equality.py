@@ -21,6 +21,12 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.startup import start_engine
 
 MODELS = [*FAMILIES, "demo-draft"]
+LIKE_OTHERS = (
+    "mistral",
+    "qwen2_moe",
+    "glm4_moe",
+    "deepseek_v2",
+)  # what they have, others have too: all their cases are long
 BUNDLED = ("demo", "demo-draft")
 TOKENS = range(3, 112)  # that every model has
 LENGTHS = (1, 2, 3, 5, 9, 14, 15, 16, 17, 22, 27, 31, 32, 33, 48, 60)  # of prompts, three of each
@@ -126,14 +132,15 @@ def run_arrivals(engine: Engine, prompts: list[list[int]], new_tokens: int, seed
 
 
 def _cases() -> list[ParameterSet]:
-    """Every two values of model and options meet. One case of each model is in every run, so that the options meet
+    """Every two values of model and options meet. One case of most models is in every run, so that the options meet
     there too; the others are long, and so is the larger bundled model."""
     made = []
     for number, model in enumerate(MODELS):
         own = [case for case in cover(MODELS, *OPTIONS) if case[0] == model]
         group = pytest.mark.xdist_group(f"engine {model}")
         for place, case in enumerate(own):
-            made.append(pytest.param(*case, marks=[group] if place == number % len(own) else [group, pytest.mark.long]))
+            short = place == number % len(own) and model not in LIKE_OTHERS
+            made.append(pytest.param(*case, marks=[group] if short else [group, pytest.mark.long]))
     marks = [pytest.mark.xdist_group("engine demo"), pytest.mark.long]
     return made + [pytest.param("demo", *case, marks=marks) for case in cover(*OPTIONS)]
 

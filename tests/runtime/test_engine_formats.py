@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import quantkit
+from long_cases import others_long
 from quantkit import load_reference
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
@@ -155,7 +156,7 @@ def test_outliers_are_served(quantized_draft: Callable[..., Path]) -> None:
     assert_served(quantized_draft("llm-int8"), prompt_of(80))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_long(list(FAMILIES), ("llama", "gemma2", "gpt_oss", "deepseek_v3")))
 def test_every_family_is_served_quantized(
     family: str, family_model: Callable[[str], Path], tmp_path: Path
 ) -> None:  # fmt: skip

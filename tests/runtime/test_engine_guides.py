@@ -32,7 +32,10 @@ FREE_PROMPTS, FREE = ("The function returns", "In the year"), SamplingParams(max
         {"overlap": True},
         {"overlap": True, "kv_tokens": 256},
         {"overlap": True, "speculative": "ngram,k=6,adaptive=off"},
-        {"overlap": False, "speculative": "draft={noisy},k=4,adaptive=off", "kv_tokens": 320},
+        pytest.param(
+            {"overlap": False, "speculative": "draft={noisy},k=4,adaptive=off", "kv_tokens": 320},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )

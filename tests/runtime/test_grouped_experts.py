@@ -87,7 +87,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         ("mixtral", None),
         ("glm4_moe", None),
         ("gpt_oss", None),
-        ("gpt_oss", "mxfp4"),
+        pytest.param("gpt_oss", "mxfp4", marks=pytest.mark.long),
         ("qwen2_moe", "rtn-w4g32"),
         ("qwen3_moe", "nf4"),
         ("qwen3_moe", "fp8"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from long_cases import others_long
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.eval.plan.on_gpu import look_on_gpu
@@ -113,7 +114,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", others_long(list(WAYS), ("chunked and shared", "swapped")))
 def test_answers_of_engines(way: str, model: FamilyModel, forms: list[Any]) -> None:
     """Prompts of both forms in one step, beside answers, with a shared prefix, by sequences that give way or guess."""
     options = {"device": "cpu", "max_context": 48, **WAYS[way]}

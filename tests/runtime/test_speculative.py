@@ -97,7 +97,7 @@ SWAPPED: dict[str, Any] = {"kv_tokens": 288, "swap_gib": 0.05}
         ("demo-draft", "ngram,k=6,adaptive=off", {}),
         ("demo-draft", "ngram,k=6,adaptive=off", SWAPPED),
         pytest.param("demo-draft", "draft={noisy},k=3,adaptive=off", {}, marks=pytest.mark.long),
-        ("demo-draft", "draft={noisy},k=3,adaptive=off", FEW_PAGES),
+        pytest.param("demo-draft", "draft={noisy},k=3,adaptive=off", FEW_PAGES, marks=pytest.mark.long),
         ("demo-draft", "draft={noisy},k=3,adaptive=off", SWAPPED),
         pytest.param("demo", "draft=demo-draft,k=3,adaptive=off", SWAPPED, marks=pytest.mark.long),
         *(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from long_cases import others_long
 from quantkit.kernels.reference import sampling
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import Sequence
@@ -145,7 +146,7 @@ def test_samples_have_the_target_distribution(
 @pytest.mark.parametrize(
     ("samples", "error"), [(BATCH, 0.04), pytest.param(MANY, 0.01, marks=pytest.mark.long)], ids=str
 )
-@pytest.mark.parametrize(("draft", "rejected"), [((3,), 0.97), ("drawn", 0.346)])
+@pytest.mark.parametrize(("draft", "rejected"), others_long([((3,), 0.97), ("drawn", 0.346)], [((3,), 0.97)]))
 def test_an_error_would_be_seen(draft: tuple[int, ...] | str, rejected: float, samples: int, error: float) -> None:
     """The test above, tested: of all tokens, four or one in a hundred are wrong guesses that are taken for right."""
     params = SETTINGS[0]

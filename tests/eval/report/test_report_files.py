@@ -18,7 +18,7 @@ from quantkit.eval.report.write import write_report
 pytestmark = pytest.mark.xdist_group("report")
 
 VARIANTS = [
-    *("full", "cpu-few", "shape-few", "single", "no-speeds-few", "failed", "empty", "hostile-few"),
+    *("full", "cpu-few", "single", "failed", "empty", "hostile-few"),
     *(pytest.param(name, marks=pytest.mark.long) for name in ("cpu", "shape", "no-speeds", "hostile")),
 ]
 EMPTY_TAGS = {"meta", "link", "br"}

@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 import quantkit
+from long_cases import others_long
 from quantkit.arch import Family
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ FEW = Calibration(samples=6, seq_len=32)
 Quantized = Callable[[str], tuple[Path, Any]]
 
 
-@pytest.mark.parametrize("recipe", ["rtn-w4g32", "gptq-w4g32", "awq-w4g32"])
+@pytest.mark.parametrize("recipe", others_long(["rtn-w4g32", "gptq-w4g32", "awq-w4g32"], ["rtn-w4g32"]))
 def test_plan_and_inspect_know_the_sizes(recipe: str, source: Path, quantized: Quantized, family: Family) -> None:
     folder, report = quantized(recipe)
     plan = make_plan(prepare(source, recipe, folder.with_name("none"), calibration=FEW, quality_windows=0))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from long_cases import others_long
 from pairwise import cover
 from quantkit.arch import GEMMA2, LLAMA, PHI3, QWEN2, Family
 from quantkit.checkpoint import Checkpoint
@@ -38,6 +39,9 @@ METHODS: dict[str, tuple[Method, Format]] = {
 }
 
 every_method = pytest.mark.parametrize(("method", "fmt"), METHODS.values(), ids=METHODS)
+several_methods = pytest.mark.parametrize(
+    ("method", "fmt"), others_long(METHODS, ("gptq with scales", "smoothquant", "llm-int8"))
+)
 Saver = Callable[..., Any]
 
 
@@ -118,7 +122,7 @@ def change_of_logits(case: Case, blocks: list[QuantizedBlock]) -> float:
     return float((after - before).norm() / before.norm())
 
 
-@every_method
+@several_methods
 def test_resumes_behind_any_block(case: Case, method: Method, fmt: Format) -> None:
     work = case.begin(method, fmt)
     assert [len(batch) for batch in work.hidden] == [6, 6, 1]
@@ -189,7 +193,7 @@ def test_a_dense_block_runs_once_for_all_its_stages(case: Case) -> None:
     assert {calls.count(name) for name in set(calls)} == {LAYERS * len(work.hidden)}
 
 
-@every_method
+@several_methods
 def test_neither_batches_nor_memory_matter(
     case: Case, method: Method, fmt: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,6 +281,7 @@ def run_guarded(jobs: list[dict[str, object]]) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, GUARD, json.dumps(jobs)], capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard is made of Linux pages")
 def test_a_rank_reads_its_part_of_the_files_only(tmp_path: Path) -> None:
     """Last comes a process that needs everything: the guard ends it, and would have ended the others."""

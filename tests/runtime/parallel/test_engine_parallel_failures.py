@@ -257,6 +257,7 @@ async def lose_a_rank(client: EngineClient) -> list[int]:
     return [first, *ranks]
 
 
+@pytest.mark.long
 def test_a_server_sees_that_a_rank_died(tiny_model: Path) -> None:
     """The engine process goes with its ranks. `test_engine_client.py` has what follows: another one is started."""
 
