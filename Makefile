@@ -24,7 +24,7 @@ test: $(VENV)/ready
 	test $$tests -eq 0 -a $$lint -eq 0
 
 # Ray's tests run alone: Ray gives up where it must wait for a processor. A part may have none.
-LONG := $$(grep -rl "mark\.long" tests --include="test_*.py")
+LONG := $$(grep -rlE "mark\.long|long_cases" tests --include="test_*.py")
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25 --part=$(PART) -m "long and not gpu and not ray" $(LONG)
 	files=$$($(BIN)/python tests/support/long_parts.py $(PART)); \

@@ -1,9 +1,7 @@
 """How threads of OpenMP wait for each other. They read it from the environment when torch is loaded.
 
 By default they spin for a while, in the hope that the next piece of work comes soon. Where another process needs the
-same cores, they spin away the time in which the thread that they wait for would run: a model on two cores answered at a
-quarter of its speed beside one busy process, and at half of it when threads spin for microseconds only
-(docs/explanations/engine.md).
+same cores, they spin away the time in which the thread that they wait for would run (docs/explanations/engine.md).
 """
 
 from __future__ import annotations

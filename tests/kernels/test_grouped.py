@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from long_cases import one_of_each
 from pairwise import cover
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, Gptq, IntegerWeight, Nf4
@@ -112,7 +113,7 @@ def assert_right(found: Tensor, wanted: Tensor) -> None:
     assert relative_error(found, wanted) < 2 * LARGEST_ERROR[str(found.dtype)[6:]]
 
 
-@pytest.mark.parametrize(("name", "dtype", "way"), cover(FORMATS, ("bfloat16", "float16"), (FEW, DECODED)))
+@pytest.mark.parametrize(("name", "dtype", "way"), one_of_each(cover(FORMATS, ("bfloat16", "float16"), (FEW, DECODED))))
 def test_every_kind_of_weight(name: str, dtype: str, way: Way, device: str) -> None:
     layer = Layer(FORMATS[name], getattr(torch, dtype), device, experts=2)
     x = torch.randn(2, layer.hidden, device=device).to(getattr(torch, dtype))

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from long_cases import one_of_each
 from pairwise import cover
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, Gptq, Nf4, QuantizedWeight
@@ -65,7 +66,7 @@ def assert_right(
     assert error < 2 * relative_error(reference.linear(x, fmt, weight, bias), exact)
 
 
-@pytest.mark.parametrize(("name", "dtype", "half"), cover(FORMATS, DTYPES, (0, 1)))
+@pytest.mark.parametrize(("name", "dtype", "half"), one_of_each(cover(FORMATS, DTYPES, (0, 1))))
 def test_every_kind_of_weight(name: str, dtype: str, half: int, device: str) -> None:
     """With every second way to launch: one dtype has one half of them, the other dtype the other."""
     fmt = FORMATS[name]

@@ -18,3 +18,12 @@ def others_long(cases: Iterable[Any] | Mapping[str, Any], kept: Collection[Any])
 
 def _long(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+
+
+def one_of_each(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """All of them; of those that begin alike one is kept, of the next the next, so that all that follows is met."""
+    own: dict[Any, list[tuple[Any, ...]]] = {}
+    for case in cases:
+        own.setdefault(case[0], []).append(case)
+    kept = [some[number % len(some)] for number, some in enumerate(own.values())]
+    return others_long([case for some in own.values() for case in some], kept)

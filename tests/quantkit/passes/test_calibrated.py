@@ -151,7 +151,7 @@ def test_every_block_sees_what_the_quantized_blocks_before_it_produce(case: Case
 
 
 @pytest.mark.parametrize("family", [LLAMA, QWEN2, GEMMA2, PHI3], ids=lambda family: family.model_type)
-@pytest.mark.parametrize("name", ["gptq", "gptq with scales", "awq"])
+@pytest.mark.parametrize("name", others_long(["gptq", "gptq with scales", "awq"], ["gptq with scales"]))
 def test_eight_bits_leave_the_model_as_it_was(make_case: Callable[..., Case], family: Family, name: str) -> None:
     """Scales that were folded wrongly would show here; what remains is 8-bit rounding."""
     case = make_case(family)

@@ -210,12 +210,13 @@ SMALL_GROUPS = dict.fromkeys(("rtn-w4g64", "rtn-w4g128-asym", "rtn-w8", "rtn-w4g
 SMALL_GROUPS |= dict.fromkeys(("nf4", "nf4-plain", "fp4"), ("format.block=32",))
 ROUNDED = ("fp8", "rtn-w8a8", "llm-int8")
 IN_TWO = ("rtn-w4g64", "nf4", "fp8")  # one of each kind; the others are long
+IN_FOUR = ("rtn-w4g128-asym", "rtn-w8", "fp4", "llm-int8", "rtn-w8a8")  # and one of each other
 
 
 @pytest.mark.parametrize(
     ("recipe", "tensor"),
     [
-        pytest.param(recipe, tensor, marks=() if tensor == 4 or recipe in IN_TWO else pytest.mark.long)
+        pytest.param(recipe, tensor, marks=() if recipe in (IN_TWO if tensor == 2 else IN_FOUR) else pytest.mark.long)
         for recipe, tensor in product((*SMALL_GROUPS, *ROUNDED), (2, 4))
     ],
 )
