@@ -7,7 +7,8 @@ a model, so a thread that finds nothing to do looks a few thousand times, then s
 
 One word says which job it is and which piece is next: `job << 32 | piece`. A thread takes a piece by exchanging the
 word for the next one, which fails if anything has changed since it read what the job is: nobody works on a job that is
-over. While a new job is written down, the word says that no piece is left.
+over. While a new job is written down, the word says that no piece of the last one is left: who saw the new one before
+it has pieces would take it for done, and sit it out.
 """
 
 from __future__ import annotations
@@ -111,12 +112,12 @@ def _code(name: str) -> tuple[int, int]:
 
 
 def _run(code: Code, pool: Value, kernel: Value, arguments: Value, count: Value) -> None:
-    word = ((_read(code, pool, _WORD) >> 32) + 1) << 32
-    _write(code, pool, _WORD, word | _NOTHING_LEFT)
+    last = _read(code, pool, _WORD)
+    _write(code, pool, _WORD, last | _NOTHING_LEFT)
     _write(code, pool, _DONE, code.constant(I64, 0))
     for place, value in ((_KERNEL, kernel), (_ARGUMENTS, arguments), (_COUNT, count)):
         _write(code, pool, place, value)
-    _write(code, pool, _WORD, word)
+    _write(code, pool, _WORD, ((last >> 32) + 1) << 32)
     with code.when(code.constant(I64, 0) < _read(code, pool, _SLEEPERS)):
         _wake(code, pool)
     _take_pieces(code, pool)

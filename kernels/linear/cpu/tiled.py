@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 TILE_ROWS = 16  # outputs, as `kernels/cpu/tiles.py` has it
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
 _SHORT = 1024  # inputs of a row with one scale, up to which it is padded to whole steps and not to whole blocks
-_PIECES = 8  # of a product for each thread: who is free takes the next
+_PIECES = 8  # of a product with one token for each thread: who is free takes the next. More tokens have as many more: a
+# thread that waits for the last piece of another must not fall asleep
 _WIDER = {3: 4, 5: 6}  # bits that codes get whose own make planes of one bit
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
 
@@ -115,7 +116,7 @@ class Tiles:
         wide = tokens >= registers.wide_from[self.meaning.bits == 8]
         together = registers.wide[digits] if wide else _together(tokens, registers.at_once[digits])
         count, groups = len(self.codes), self.scales.shape[1]
-        each = max(1, count // (_PIECES * threads))
+        each = max(1, count // (_PIECES * threads * tokens))
         inputs = groups * self.group
         lows = None if self.lows is None else self.lows.dtype
         kind = Kind(
