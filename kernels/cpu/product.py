@@ -22,7 +22,6 @@ from quantkit.kernels.cpu.floats import load_floats, to_stored
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
 from quantkit.kernels.cpu.tiles import ROWS, Codes
 
-HALVED = 8  # tokens at a time, with 8 outputs, where vectors have 16 bytes
 INPUTS = 16  # of a turn: what a vector of x holds everywhere
 # Whole numbers up to 2^22 on either side, added to this one's bits, are the float beside it plus that number.
 _BITS_OF_MIDDLE, _MIDDLE = 0x4B400000, float(3 << 22)
@@ -67,16 +66,12 @@ class Kind(NamedTuple):
     lows: torch.dtype | None = None
     outliers: bool = False  # columns of x are multiplied as they are: codes of 8 bits with one scale a row
     wide: bool = False  # codes are decoded for many tokens at once (`wide_product.py`)
+    rows: int = ROWS  # outputs at a time: of a tile all, or half of them where a processor has registers for no more
 
     @property
     def whole_scales(self) -> bool:
         """Whether small scales are multiplied as whole numbers: all sums fit 32 bits."""
         return self.every > 1 and self.digits == 1
-
-    @property
-    def rows(self) -> int:
-        """Outputs at a time: of a tile all, or half of them where a processor has registers for no more sums."""
-        return ROWS // 2 if self.tokens == HALVED and not self.wide else ROWS
 
     @property
     def sums(self) -> int:

@@ -32,16 +32,18 @@ class Registers(NamedTuple):
     """What a processor's vectors have room for: digits of x -> tokens that share what was decoded.
 
     wide_from  tokens from which on codes are decoded for all of them, and those of 8 bits, which need no decoding
+    halved     so many at a time leave room for half the outputs of a tile
     """
 
     at_once: dict[int, tuple[int, ...]]
     wide: dict[int, int]
     wide_from: tuple[int, int] = (8, 32)
+    halved: int | None = None
 
 
 # By the bytes of a vector.
 _REGISTERS = {
-    16: Registers({1: (1, 2, 4, 8), 2: (1, 2), 3: (1, 2)}, {1: 4, 2: 2, 3: 2}, (32, 32)),
+    16: Registers({1: (1, 2, 4, 8), 2: (1, 2), 3: (1, 2)}, {1: 4, 2: 2, 3: 2}, (32, 32), halved=8),
     32: Registers({1: (1, 2, 4), 2: (1, 2), 3: (1, 2)}, {1: 4, 2: 2, 3: 2}),
     64: Registers({1: (1, 4, 8), 2: (1, 4), 3: (1, 4)}, {1: 8, 2: 4, 3: 4}),
 }
@@ -122,6 +124,7 @@ class Tiles:
         kind = Kind(
             *(self.meaning, self.block, digits, together, dtype, self.scales.dtype, self.every, lows, outliers),
             wide=wide,
+            rows=TILE_ROWS // 2 if together == registers.halved and not wide else TILE_ROWS,
         )
         scales, zeros, *others = (0 if part is None else part.data_ptr() for part in self._numbers.values())
         return Plan(
