@@ -17,7 +17,6 @@ import torch
 from compile_matrix.covering import covering
 from compile_matrix.pairs import CARDS, Pair, Result, all_pairs, look_at
 
-ROUND = 60  # pairs of a process, then it gives way to a new one: LLVM keeps about 10 MB of each
 
 @dataclass(frozen=True)
 class Selection:
@@ -43,9 +42,8 @@ def results(selection: Selection, processes: int) -> Iterator[Result]:
     if processes == 1:
         yield from map(_look_at, work)
         return
-    for start in range(0, len(work), ROUND * processes):
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            yield from pool.map(_look_at, work[start : start + ROUND * processes])
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_look_at, work)
 
 
 @cache
