@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 @output_option
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change the recipe, e.g. format.bits=3.")
 @click.option("--target-bits", type=float, metavar="BITS", help="Choose each layer's bits for this average, e.g. 3.5.")
+@click.option(
+    "--touch-up", type=int, metavar="STEPS", help="At the end let all scales and norms learn together, e.g. 300 steps."
+)
 @click.option("--text", metavar="SOURCE", help="Calibration: text or .jsonl file, or datasets:ORG/NAME.")
 @click.option("--samples", type=int, metavar="N", help="Calibration sequences; default: the recipe's, else 128.")
 @click.option("--seq-len", type=int, metavar="N", help="Tokens per calibration sequence; default: 512.")
@@ -46,6 +49,7 @@ def command(
     output: str,
     changes: tuple[str, ...],
     target_bits: float | None,
+    touch_up: int | None,
     text: str | None,
     samples: int | None,
     seq_len: int | None,
@@ -64,6 +68,7 @@ def command(
     quantkit quantize demo -r gptq-w4g128 -o demo-gptq
     quantkit quantize demo -r awq-w4g128 -o demo-awq --text my-domain.jsonl --samples 64
     quantkit quantize demo -r auto-w3.5 -o demo-mixed --target-bits 4.25
+    quantkit quantize demo -r tuned-w3g64 -o demo-w3 --touch-up 300
     quantkit quantize org/model -r nf4 -o model-nf4 --json
     quantkit quantize org/model -r gptq-w4g128 -o model-w4 --dry-run
     quantkit quantize org/model -r q4_k_m -o model.gguf
@@ -82,6 +87,8 @@ def command(
         raise click.UsageError(f"--shard-size is {shard_size}, but must be at least 1 MB")
     if target_bits is not None:
         changes = (*changes, f"target_bits={target_bits}")
+    if touch_up is not None:
+        changes = (*changes, f"touch_up={touch_up}")
     loaded = load_recipe(recipe, changes)
     calibration = Calibration.from_recipe(loaded.calibration, source=text, samples=samples, seq_len=seq_len, seed=seed)
     asked: dict[str, Any] = {
@@ -129,6 +136,12 @@ def _print_report(report: QuantizeReport) -> None:
         )
     else:
         click.echo("quality was not measured; `quantkit eval` can do it later")
+    if report.touch_up is not None:
+        found = report.touch_up
+        click.echo(
+            f"touch-up: KL {found['start_kl']:.4f} -> {found['kl']:.4f} on calibration sequences held back, "
+            f"best after step {found['step']} of {found['steps']}"
+        )
     worst = max(report.layers, key=lambda layer: layer.log.get("loss", layer.relative_error))
     name = "loss" if "loss" in worst.log else "weight error"
     value = worst.log.get("loss", worst.relative_error)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from quantkit.errors import InputError
 from quantkit.formats import IntegerWeight
 from quantkit.methods.arithmetic import fast_products
+from quantkit.methods.held_back import judged, learning_order
 from quantkit.methods.learned_grid import LIMIT, LearnedGrid
 from quantkit.methods.method import Batches, TunedBlock
 
-JUDGED = 32  # sequences at most that no step learns from, and that steps are compared on
-SHARE_JUDGED = 8  # one of so many sequences; with fewer, steps learn from those that they are compared on
 JUDGEMENTS = 10  # of a run, evenly spaced
 
 
@@ -54,19 +53,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def judged(self) -> list[int]:
-        """Those that steps are compared on, evenly spaced. Learned from, they would praise what is learned by heart."""
-        count = min(JUDGED, len(self) // SHARE_JUDGED)
-        return [place * len(self) // count for place in range(count)] if count else list(range(len(self)))
-
-    def order(self, seed: int) -> Iterator[int]:
-        """Those that steps learn from, in random order, again and again."""
-        judged, generator = set(self.judged), torch.Generator().manual_seed(seed)
-        learned = [number for number in range(len(self)) if number not in judged] or list(range(len(self)))
-        while True:
-            yield from (learned[place] for place in torch.randperm(len(learned), generator=generator).tolist())
-
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets [sequences, length, hidden], no more at once than a block can take."""
         for start in range(0, len(numbers), self._at_once):
@@ -89,18 +75,18 @@ class BlockTuner:
 
     def tune(self, grids: Mapping[str, LearnedGrid], start: Mapping[str, IntegerWeight], schedule: Schedule) -> Tuned:
         """The best of a schedule's steps; the start where none is better, on the judged sequences and on all."""
-        judged = self._sequences.judged
+        on = judged(len(self._sequences))
         start_loss = self.loss(start)
         if not math.isfinite(start_loss):
             raise InputError("the loss is not finite; the model's weights or activations overflow")
-        best, least, found = start, self.loss(start, judged), 0
+        best, least, found = start, self.loss(start, on), 0
         every = max(1, schedule.steps // JUDGEMENTS)
         with self._replaced(grids):
             for step in self._steps(grids, schedule):
                 if step % every and step != schedule.steps:
                     continue
                 self._set(grids)
-                loss = self._loss(judged)
+                loss = self._loss(on)
                 if loss < least:
                     best, least, found = {name: grid.rounded() for name, grid in grids.items()}, loss, step
         loss = self.loss(best) if found else start_loss
@@ -110,7 +96,7 @@ class BlockTuner:
         """Takes one step after the other; yields the number of those taken."""
         parameters = [parameter for grid in grids.values() for parameter in grid.parameters]
         adam = torch.optim.Adam(parameters, betas=(0.9, 0.95)) if schedule.optimizer == "adam" else None
-        order = self._sequences.order(schedule.seed)
+        order = learning_order(len(self._sequences), schedule.seed)
         count = min(schedule.batch, len(self._sequences))
         for step in range(schedule.steps):
             self._set(grids)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
-from quantkit.methods.block_tuning import JUDGED, JUDGEMENTS, BlockTuner, Schedule
+from quantkit.methods.block_tuning import JUDGEMENTS, BlockTuner, Schedule
 from quantkit.methods.costing import GroupWork, Speed
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.grid import search_grid
+from quantkit.methods.held_back import JUDGED
 from quantkit.methods.learned_grid import LearnedGrid
 from quantkit.methods.method import (
     Batches,

@@ -32,6 +32,7 @@ from quantkit.recipe import Recipe, load_recipe
 from quantkit.reference import load_tokenizer
 from quantkit.skeleton import check_blocks
 from quantkit.sources import model_folder
+from quantkit.touch_up import check_touch_up
 
 _PACKAGES = ("quantkit", "torch", "transformers")
 
@@ -168,6 +169,8 @@ def _check_plan(
     """Refuses formats that do not suit the method, layers that do not suit them, and bits that cannot be met."""
     for fmt in dict.fromkeys(fmt for fmt in plan.values() if fmt is not None):
         method.check(fmt)
+        if recipe.touch_up:
+            check_touch_up(fmt)
     check_folds(method, family, source.config)
     shapes = _layer_shapes(source, plan)
     if recipe.target_bits is not None:
@@ -193,7 +196,7 @@ def _tokens(
     source: Checkpoint, data: Calibration, recipe: Recipe, method: Method, plan: Mapping[str, Format | None]
 ) -> Tensor | None:
     """Calibration tokens, where they are needed, or where they show outlier columns for the log."""
-    needed = needs_data(method, plan.values(), recipe.target_bits)
+    needed = recipe.touch_up > 0 or needs_data(method, plan.values(), recipe.target_bits)
     if not needed and not (data.samples > 0 and _lists_outliers(source, plan)):
         return None
     context = int(source.config.get("max_position_embeddings") or data.seq_len)

@@ -37,6 +37,7 @@ class QuantizeReport:
     quality: Quality | None
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...] = ()  # what another reader of the result will do otherwise
+    touch_up: dict[str, Any] | None = None  # its steps, the best of them, and the KL before and after
 
     @property
     def bits_per_weight(self) -> float:

@@ -18,6 +18,7 @@ from quantkit.pipeline.behind import Behind
 from quantkit.pipeline.job import Job, prepare
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.report import LayerReport, QuantizeReport
+from quantkit.pipeline.touching_up import touch_up
 from quantkit.pipeline.verification import fingerprint
 from quantkit.pipeline.writing import write_checkpoint
 from quantkit.progress import Progress, silent
@@ -58,6 +59,8 @@ def quantize(
     with on_device(job.device), Journal(output, job.arguments(), restart=restart) as journal:
         chosen, allocation, watch = _decide(job, journal, on_layer)
         _run(job, chosen, journal, watch)
+        if job.recipe.touch_up and journal.finished == len(job.blocks):
+            touch_up(job, chosen, journal, watch)
         if job.recipe.writes_gguf:
             from quantkit.pipeline.gguf_file import write_gguf_file  # needs an extra
 
@@ -97,7 +100,7 @@ def _run(job: Job, chosen: Mapping[str, Format], journal: Journal, on_layer: Pro
 
     for module in (module for block in job.blocks[: journal.finished] for module in block if module in chosen):
         on_layer(module, len(chosen))
-    if journal.finished == count:
+    if journal.finished >= count:
         return
     with Behind() as behind:  # a block is written while the next one is worked on
         if job.tokens is None:

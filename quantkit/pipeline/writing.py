@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.model_card import CardFacts, license_of, model_card
 from quantkit.pipeline.quality import Quality, compare_by_blocks
 from quantkit.pipeline.report import LayerReport, QuantizeReport
+from quantkit.pipeline.touching_up import touched
 from quantkit.pipeline.verification import verify_written
 from quantkit.provenance import QUANTIZATION_LOG, origin_of
 
@@ -46,10 +47,12 @@ def write_checkpoint(
         when_full=journal.when_full,
     ) as writer:
         _add_plain(job.source, {f"{module}.weight" for module in chosen} | changed, writer)
+        newest = {name: index for index in range(journal.finished) for name in journal.checksums(index)}
         for index in range(journal.finished):
             checksums = journal.checksums(index)
             for name, tensor in journal.tensors(index):
-                writer.add(name, tensor, checksums[name])
+                if newest[name] == index:  # a touch-up replaces what blocks had
+                    writer.add(name, tensor, checksums[name])
         write_config(writer, job.source, chosen, [LM_HEAD, *job.kept])
         source_bytes = sum(stored.nbytes for stored in job.source.tensors.values())
         name = next(iter(chosen.values())).name
@@ -60,7 +63,8 @@ def write_checkpoint(
             verify_written(folder, promised, job.device)
             quality = measured_quality(job, folder)
             sizes = (source_bytes, writer.total_bytes)
-            report = QuantizeReport(str(job.output), job.recipe.name, name, *sizes, job.calibration, quality, layers)
+            facts = QuantizeReport(str(job.output), job.recipe.name, name, *sizes, job.calibration, quality, layers)
+            report = replace(facts, touch_up=touched(journal))
             writer.add_text(QUANTIZATION_LOG, _log(job, report, allocation))
             writer.add_text("README.md", _card(job, report, chosen))
 
@@ -112,6 +116,8 @@ def _log(job: Job, report: QuantizeReport, allocation: Mapping[str, Any] | None)
     }
     if allocation is not None:
         first["allocation"] = allocation
+    if report.touch_up is not None:
+        first["touch_up"] = report.touch_up
     return "".join(json.dumps(line) + "\n" for line in (first, *(layer.to_dict() for layer in report.layers)))
 
 

@@ -53,6 +53,7 @@ def make_plan(job: Job) -> QuantizePlan:
         samples=0 if job.tokens is None else job.tokens.shape[0],
         seq_len=job.data.seq_len,
         device=job.device,
+        touch_up=job.recipe.touch_up,
     )
     needs = _needs(work, written, Path(job.output))
     layers = Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept, bool(job.family.fused))

@@ -23,12 +23,15 @@ from quantkit.methods.costing import COPIES, GroupWork, Speed
 from quantkit.methods.statistics import SAMPLE
 from quantkit.passes.activations import choose_place
 from quantkit.passes.calibrated import KEPT_INNER_BYTES
+from quantkit.touch_up.learning import BATCH
 
 PROCESS_BYTES = 400_000_000  # Python with torch and transformers
 CUDA_BYTES = 600_000_000  # what a process holds on a GPU before its first tensor, and workspaces
 DISK_RATE = 500e6  # bytes a second: an ordinary SSD
 SLACK = 1.1  # what the allocator holds beyond that: measured 0.96 to 1.2 of the sum on models of 15 and 30 M weights
 GRADIENTS = 2  # times the activations of a part: they and their gradients
+DECODED = 4  # copies of a block's weights at once in a touch-up: codes as floats, decoded, and gradients of both
+PASSES = 5  # forward passes that a sequence of a touch-up takes as long as: original, model twice, gradients
 MEASURED_SECONDS = 0.03  # for each of up to seven things
 
 
@@ -48,6 +51,7 @@ class Work:
     samples: int  # 0: the method looks at no data
     seq_len: int
     device: str
+    touch_up: int = 0  # steps at the end
 
     @property
     def tokens(self) -> int:
@@ -93,6 +97,7 @@ def peak_memory(work: Work) -> Memory:
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
     working += states if place == "device" else 0
+    working = max(working, _touch_up_bytes(work))
     writing = 2 * min(work.shard_bytes, work.output_bytes)  # tensors of one shard, and the same as bytes of a file
     scratch = states if place == "disk" else 0
     if work.device == "cpu":
@@ -121,6 +126,16 @@ def _tuning_bytes(work: Work) -> int:
         return 0
     parts = 2 * GRADIENTS * _batch_bytes(work)  # attention and MLP are in memory together
     return work.block_weights * work.compute_dtype.itemsize + work.method.tuning_bytes(work.block_weights) + parts
+
+
+def _touch_up_bytes(work: Work) -> int:
+    """The whole model, all codes, and of one block the decoded weights with their gradients."""
+    if not work.touch_up:
+        return 0
+    itemsize = work.compute_dtype.itemsize
+    model = work.source_bytes // DTYPES[work.dtype].itemsize * itemsize
+    codes = sum(group.experts * group.weights for group in work.quantized)
+    return int(SLACK * (model + codes + DECODED * work.block_weights * itemsize + 2 * GRADIENTS * _batch_bytes(work)))
 
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
@@ -152,6 +167,7 @@ def estimated_seconds(work: Work) -> float:
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
         tokens = work.tokens + work.seq_len * work.method.tuned_sequences(work.samples)
+        tokens += work.seq_len * work.touch_up * min(BATCH, work.samples) * PASSES
         forward = sum(2 * tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
     groups = Counter(work.quantized)  # blocks are mostly alike

@@ -57,7 +57,7 @@ class Recipe(Contents):
     def needs_data(self) -> bool:
         """Whether there is no quantizing without calibration."""
         formats = (rule.fmt for rule in self._rules("bfloat16"))  # any dtype will do
-        return needs_data(self.method.build(), formats, self.target_bits)
+        return self.touch_up > 0 or needs_data(self.method.build(), formats, self.target_bits)
 
     @property
     def writes_gguf(self) -> bool:

@@ -95,6 +95,7 @@ class Contents(BaseModel):
     method: MethodChoice
     format: FormatChoice
     target_bits: float | None = None  # of a weight on average, scales and all; the bits of each layer follow
+    touch_up: Annotated[int, Field(ge=0)] = 0  # steps that scales and norms learn at the end
     calibration: CalibrationChoice = CalibrationChoice()
     keep: tuple[str, ...] = Field(default=(), strict=False)  # not strict in one point: YAML knows lists, not tuples
     overrides: tuple[Override, ...] = Field(default=(), strict=False)
@@ -138,7 +139,10 @@ def _in_long_form(contents: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(contents: dict[str, Any], source: Source) -> Contents:
     recipe = _validated(Contents, contents, (), Contents.model_fields, source)
-    _check_filled({key: contents[key] for key in ("target_bits", "calibration") if key in contents}, (), source)
+    optional: dict[str, Any] = {
+        key: contents[key] for key in ("target_bits", "touch_up", "calibration") if key in contents
+    }
+    _check_filled(optional, (), source)
     _check_method(recipe.method, source)
     _check_name("format.name", recipe.format.name, RECIPE_FORMATS, source)
     _check_format_options(recipe.format, {}, recipe.format.name, ("format",), source)

@@ -57,11 +57,12 @@ ALLOWED["reference"] |= {"expert_check"}
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "expert_check", "passes"}
 ALLOWED["pipeline"] |= {"devices", "provenance", "reference", "skeleton", "stages", "storage", "checksums", "wording"}
-ALLOWED["pipeline"] |= {"gguf_export", "gguf_import"}
+ALLOWED["pipeline"] |= {"expert_modules", "gguf_export", "gguf_import", "touch_up"}
+ALLOWED["touch_up"] = {"divergence", "errors", "formats", "methods"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"gguf_export", "pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "gguf_view", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
-ALLOWED["planning"] |= {"blocks", "passes", "pipeline", "stages", "wording"}
+ALLOWED["planning"] |= {"blocks", "passes", "pipeline", "stages", "touch_up", "wording"}
 ALLOWED["runtime"] = {
     "errors",
     "formats",
