@@ -19,6 +19,7 @@ from compile_matrix.pairs import CARDS, Pair, Result, all_pairs, look_at
 
 ROUND = 60  # pairs of a process, then it gives way to a new one: LLVM keeps about 10 MB of each
 
+
 @dataclass(frozen=True)
 class Selection:
     """Which pairs to look at, and whether to compile them."""
