@@ -142,13 +142,12 @@ def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, method: GptqMet
     fmt = require_integer(method.name, fmt)
     plain = fmt.quantize(weight)
     rounding_loss = output_loss(weight, plain, hessian)
-    dead = hessian.diagonal() == 0
-    if bool(dead.all()):  # calibration never reached this layer
+    if not bool(hessian.diagonal().any()):  # calibration never reached this layer
         return GptqResult(plain, rounding_loss, rounding_loss, 0.0)
     order = column_order(hessian, method.order)
     factor, damping = inverse_factor(hessian, order, method.damping)
     grid = _grid(weight, fmt, hessian, order, method)
-    codes = _round_columns(weight.float().masked_fill(dead, 0.0)[:, order], grid, order, factor)
+    codes = _round_columns(weight.float()[:, order], grid, order, factor)
     quantized = replace(grid, codes=codes)
     loss = output_loss(weight, quantized, hessian)
     if quantized.group_of is None:  # a row so easy that compensation only adds noise: rare
@@ -162,8 +161,9 @@ def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tens
     The damping grows tenfold until the factor exists. H is the largest thing in memory here: no copy outlives its use.
     """
     diagonal = hessian.diagonal()
-    diagonal = torch.where(diagonal == 0, 1.0, diagonal)[order]  # inputs that are always zero: any weight will do
-    mean = float(diagonal.mean())
+    live = diagonal != 0
+    mean = float(diagonal[live].mean())
+    diagonal = torch.where(live, diagonal, mean)[order]  # inputs that are always zero are rounded by themselves
     while damping <= 1.0:
         damped = hessian[order[:, None], order]
         damped.diagonal().copy_(diagonal + damping * mean)
