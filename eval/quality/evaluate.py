@@ -36,13 +36,15 @@ def evaluate(
     seed: int = 0,
     watch: Watch = _unwatched,
     head_bits: int | None = None,
+    start_token: bool = True,
     **how: Any,
 ) -> QualityResult:
     """Perplexity of a model, quantized or not, with 95 % intervals; with `base` also how far their predictions differ.
 
     `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
     the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
-    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone.
+    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone. `start_token`: windows begin
+    with the token that the tokenizer puts before every text, where it does.
     """
     check_source(text)
     device = resolve_device(device)
@@ -50,7 +52,7 @@ def evaluate(
         model_folder(one)  # what is not there is told before minutes of loading
     with watch("loading") as advance:
         predictor = load_predictor(model, window=window, device=device, head_bits=head_bits, on_part=advance, **how)
-    windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows)
+    windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows, begin=start_token)
     reference = None
     if base is not None:
         with watch("loading base") as advance:

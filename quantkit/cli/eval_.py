@@ -20,7 +20,9 @@ _HOW = ("backend", "window", "max_windows", "dtype", "device", "step_tokens", "h
 _RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path")
 _BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
-_PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_tokens", "exact_activations")
+_PERPLEXITY_OPTIONS = (
+    *("text", "max_windows", "no_start_token", "kl_windows", "layers", "step_tokens", "exact_activations"),
+)
 
 
 @click.command("eval", short_help="Measure what a model knows, and what quantization changed.")
@@ -28,6 +30,9 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
 @click.option("--text", metavar="FILE", help="A UTF-8 text, wikitext2 or c4; default: the held-out text that ships.")
 @click.option("--window", default=WINDOW, show_default=True, metavar="N", help="Tokens per window.")
 @click.option("--max-windows", type=_COUNT, metavar="N", help="Stop after N windows; default: all.")
+@click.option("--no-start-token", is_flag=True,
+              help="Windows without the token that some tokenizers put before every text, as many papers have "
+              "them.")  # fmt: skip
 @click.option("--base", metavar="MODEL", help="Also measure how far MODEL's predictions are from this one's.")
 @click.option(
     "--kl-windows", type=_COUNT, metavar="N", help=f"Windows compared with --base; default: {COMPARED_WINDOWS}."
@@ -79,7 +84,8 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     quantkit eval demo-w4 --tasks arc_easy,hellaswag --limit 100
     quantkit eval demo-w4 --base demo --behaviour --behaviour-gate
 
-    Protocol: text as it is, no special tokens, windows do not overlap, the first token of a window is not scored.
+    Protocol: text as it is, no special tokens but the start token of tokenizers that add one, windows do not overlap,
+    the first token of a window is not scored.
     docs/reference/eval.md says which number to look at.
     """
     from quantkit.devices import resolve_device
@@ -177,10 +183,12 @@ def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[Qua
     text, compared = options["text"] or HELDOUT_TEXT, options["kl_windows"] or COMPARED_WINDOWS
     how = {name: options[name] for name in (*_HOW, *_RANKS)}
     how["activations"] = "exact" if options["exact_activations"] else "served"
-    result = evaluate(model, base, text=text, compared_windows=compared, watch=progress_bar, **how)
+    begin = not options["no_start_token"]
+    result = evaluate(model, base, text=text, compared_windows=compared, watch=progress_bar, start_token=begin, **how)
     if not (base and options["layers"]):
         return result, None
-    windows = read_windows(load_tokenizer(model), text, window=options["window"], max_windows=compared)
+    asked = {"window": options["window"], "max_windows": compared, "begin": begin}
+    windows = read_windows(load_tokenizer(model), text, **asked)
     with progress_bar("layers") as advance:
         return result, layer_errors(base, model, windows.ids[: result.compared_windows], options["device"], advance)
 

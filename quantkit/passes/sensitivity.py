@@ -32,6 +32,7 @@ from quantkit.passes.activations import Activations, choose_place
 from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.progress import Progress, silent
 from quantkit.stages import Group, Stage
+from quantkit.token_windows import StartToken, shorter_windows
 
 # On a model of 135 M weights 4 x 128 tokens chose bits that lose 1 to 2 % more than those chosen by 4 x 256, and 4 x 32
 # up to 10 %. Products in bfloat16 (`fast_products`) add up to 2e-4 nats to every KL there, less than the tokens do.
@@ -60,9 +61,12 @@ class SensitivityPass:
         self._scratch = scratch  # for streams that do not fit into memory
 
     @torch.no_grad()
-    def run(self, tokens: Tensor, target_bits: float, on_step: Progress = silent) -> list[Sensitivity]:
-        """The sensitivities of all stages in forward order, from calibration tokens [samples, length]."""
-        scored, fitted = self._begin(tokens)
+    def run(
+        self, tokens: Tensor, target_bits: float, on_step: Progress = silent, start: StartToken | None = None
+    ) -> list[Sensitivity]:
+        """The sensitivities of all stages in forward order, from calibration tokens [samples, length], which may all
+        begin with a start token."""
+        scored, fitted = self._begin(tokens, start)
         place = choose_place(len(self.stages) * scored.nbytes, self.runner.device)
         streams = Activations(self.runner.device, place, self._scratch)
         fast = partial(fast_products, self.runner.device)
@@ -88,13 +92,13 @@ class SensitivityPass:
             divergences = self._divergences(scored, streams)
         return [replace(each, kl=kl) for each, kl in zip(found, divergences, strict=True)]
 
-    def _begin(self, tokens: Tensor) -> tuple[Tensor, Activations]:
+    def _begin(self, tokens: Tensor, start: StartToken | None) -> tuple[Tensor, Activations]:
         """Hidden states before the first block: those that KL is measured on, and those that the probes are fitted to.
 
         A method looks better than it is on the very tokens it was fitted to; so these are others, if there are any.
         """
         length = min(LENGTH, tokens.shape[1])
-        tokens = torch.cat([part for part in tokens.split(length, 1) if part.shape[1] == length])
+        tokens = shorter_windows(tokens, length, start)
         count = min(SCORED, max(1, len(tokens) // 4))
         others = tokens[count:] if len(tokens) > count else tokens
         others = others[: math.ceil(FITTED_TOKENS * self._widest / length)]
