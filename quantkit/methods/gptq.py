@@ -80,7 +80,7 @@ class GptqMethod(Method):
             )
 
     def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
-        return AwqMethod().choose_scales(weight, fmt, inputs, tie)
+        return AwqMethod(clip=self.searches_grid).choose_scales(weight, fmt, inputs, tie)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         result = quantize_layer(weight, fmt, inputs.require_hessian(), self)
@@ -94,7 +94,7 @@ class GptqMethod(Method):
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         rounding = group.weights * speed.rounding_seconds
         by_hessian = 3 * group.hessian_flops / speed.float32_flops  # two losses, and the updates of later columns
-        scaling = AwqMethod().search_seconds(group, speed) if self.scales_inputs else 0.0
+        scaling = AwqMethod(clip=self.searches_grid).search_seconds(group, speed) if self.scales_inputs else 0.0
         search = len(SHRINK) * 2 * rounding if self.searches_grid else 0.0
         inverse = 4 * group.inputs**3 / speed.float32_flops
         return rounding + by_hessian + scaling + search + group.inputs * _column_seconds(group.outputs, speed) + inverse

@@ -7,7 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quantkit.arch import Config, Family
 from quantkit.blocks import weight_of
+from quantkit.stages import Fold
+
+STACKED = 1 << 26  # weights of experts that scales are searched for at once
+
+
+def fold_shape(family: Family, config: Config, fold: Fold, columns: int) -> tuple[int, int]:
+    """How many of the producer's last outputs a fold divides, and how many in a row feed the same heads."""
+    return family.folded_outputs(fold, columns, config), family.size_of_head(config) if fold.kind == "value" else 1
+
+
+def sampled_weights(weights: list[Tensor]) -> Tensor:
+    """Weights [out, in] stacked, evenly spaced ones where all would be too many to search over."""
+    most = max(1, STACKED // weights[0].numel())
+    return torch.cat(weights[:: -(-len(weights) // most)]).float()
 
 
 def tied_heads(folded: int, columns: int, head: int) -> Callable[[Tensor], Tensor]:

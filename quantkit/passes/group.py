@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +26,15 @@ from quantkit.passes.folding import (
     divide_bias,
     divide_norm,
     divide_outputs,
+    fold_shape,
     producer_scales,
     row_ratios,
+    sampled_weights,
     tied_heads,
 )
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
 from quantkit.passes.scale_limits import Limits, column_limits, norm_limits, row_limits
 from quantkit.stages import Fold, Stage
-
-STACKED = 1 << 26  # weights of experts that scales are searched for at once
 
 
 class Unrounded(NamedTuple):
@@ -131,7 +132,8 @@ class BlockQuantizer:
         quantized = [name for stage in stages for name in stage.linears if name in self.formats]
         weights, fmt = [weight_of(block.get_submodule(name)) for name in quantized], self.formats[quantized[0]]
         limits = column_limits(weights, fmt).within(self._fold_limits(block, Fold("norm", norm)))
-        choice = self._method.choose_scales(_sampled(weights), fmt, inputs, lambda scales: limits.clamp(scales, 1))
+        tie = partial(limits.clamp, head=1)
+        choice = self._method.choose_scales(sampled_weights(weights), fmt, inputs, tie)
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
         if choice.loss >= choice.identity_loss:
             return None, notes
@@ -185,8 +187,7 @@ class BlockQuantizer:
         fold, columns, config = stage.fold, inputs.absmax.numel(), self._source.config
         if fold is None or not self._method.scales_inputs or fold.producer in self._norms_of_many:
             return None, {}
-        folded = self._family.folded_outputs(fold, columns, config)
-        head = self._family.size_of_head(config) if fold.kind == "value" else 1
+        folded, head = fold_shape(self._family, config, fold, columns)
         tie = tied_heads(folded, columns, head)
         limits = column_limits(weights, fmt).of_rows(folded, head).within(self._fold_limits(block, fold, folded))
         choice = self._method.choose_scales(
@@ -301,12 +302,6 @@ def _outliers(fmt: Format, inputs: InputStatistics) -> dict[str, list[int]]:
 
 def _norm_folds(stages: Iterable[Stage]) -> list[Fold]:
     return [stage.fold for stage in stages if stage.fold is not None and stage.fold.kind == "norm"]
-
-
-def _sampled(weights: list[Tensor]) -> Tensor:
-    """Weights [out, in] stacked, evenly spaced ones where all would be too many to search over."""
-    most = max(1, STACKED // weights[0].numel())
-    return torch.cat(weights[:: -(-len(weights) // most)]).float()
 
 
 def _set_weight(linear: nn.Module, weight: Tensor) -> None:

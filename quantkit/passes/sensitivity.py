@@ -1,9 +1,9 @@
 """What a model loses when one stage of layers alone is quantized, measured for every stage in one pass.
 
 The unquantized model runs block by block over a few sequences. At every stage a stream branches off: the hidden states
-as they become when this stage alone is rounded to few bits, by the recipe's own method. All streams run on through the
-blocks after it, and KL(original || stream) at the end is what the rounding of this stage costs. Only one block is in
-memory at a time; the streams are kept wherever they fit.
+as they become when this stage alone is scaled and rounded to few bits, by the recipe's own method. All streams run on
+through the blocks after it, and KL(original || stream) at the end is what the rounding of this stage costs. Only one
+block is in memory at a time; the streams are kept wherever they fit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quantkit.methods.arithmetic import fast_products
 from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.activations import Activations, choose_place
+from quantkit.passes.probe_scaling import probe_scales
 from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.progress import Progress, silent
 from quantkit.stages import Group, Stage
@@ -54,7 +55,7 @@ class SensitivityPass:
         device: str,
         scratch: Path,
     ) -> None:
-        self.family, self.chosen, self.method = family, chosen, method
+        self.family, self.chosen, self.method, self._config = family, chosen, method, source.config
         self.runner = BlockRunner(source, family, device)
         self.stages = [modules for modules in family.linear_groups(source.config) if modules[0] in chosen]
         self._widest = max(source.tensors[f"{modules[0]}.weight"].info.shape[1] for modules in self.stages)
@@ -121,19 +122,25 @@ class SensitivityPass:
     def _trial(
         self, modules: Group, part: BlockPart, stage: Stage, inputs: list[InputStatistics], target_bits: float
     ) -> _Trial:
-        """All experts of a stage are tried together, each rounded by what it reads."""
+        """All experts of a stage are tried together, each rounded by what it reads; scaled where the method does."""
         fmt, width = self.chosen[modules[0]], inputs[0].absmax.numel()
         schemes, probe = candidates(fmt, width), probe_for(fmt, width, target_bits)
         errors = dict.fromkeys(schemes, 0.0)
-        linears, decoded = [], []
-        for each, seen in zip(stage.by_expert, inputs, strict=True):
-            stacked = [part.block.get_submodule(name) for name in each.names]
-            weight = torch.cat([weight_of(linear) for linear in stacked]).float()  # [out, in]
+        linears = [[part.block.get_submodule(name) for name in each.names] for each in stage.by_expert]
+        weights = [torch.cat([weight_of(linear) for linear in each]) for each in linears]  # each [out, in]
+        scaling = probe_scales(self.method, self.family, self._config, stage, weights, probe, inputs)
+        decoded = []
+        for own, scales, seen in zip(weights, scaling, inputs, strict=True):
+            weight = own.float()
+            if scales is not None:
+                weight = weight * scales
+                seen.divide(scales)
             found = rounding_errors(weight, schemes, seen.require_hessian(), search=self.method.searches_grid)
             errors = {scheme: errors[scheme] + found[scheme] for scheme in schemes}
-            linears += stacked
-            decoded.append(self.method.round(weight, probe, seen).quantized.dequantize())
-        return _Trial(linears, torch.cat(decoded), Sensitivity(modules, probe, 0.0, errors))
+            rounded = self.method.round(weight, probe, seen).quantized.dequantize()
+            decoded.append(rounded if scales is None else rounded / scales)
+        every = [linear for each in linears for linear in each]
+        return _Trial(every, torch.cat(decoded), Sensitivity(modules, probe, 0.0, errors))
 
     def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
         """KL(base || stream) of every stream in the order of their branching off, in nats per token."""
