@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def evaluate(
     watch: Watch = _unwatched,
     head_bits: int | None = None,
     start_token: bool = True,
+    null_kl: bool = False,
     **how: Any,
 ) -> QualityResult:
     """Perplexity of a model, quantized or not, with 95 % intervals; with `base` also how far their predictions differ.
@@ -44,7 +46,8 @@ def evaluate(
     `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
     the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
     activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone. `start_token`: windows begin
-    with the token that the tokenizer puts before every text, where it does.
+    with the token that the tokenizer puts before every text, where it does. `null_kl`: also how far `base` is from
+    itself in float32, which is what the arithmetic alone adds to KL; `base` is loaded once more for it.
     """
     check_source(text)
     device = resolve_device(device)
@@ -58,6 +61,13 @@ def evaluate(
         with watch("loading base") as advance:
             reference = load_predictor(base, window=window, device=device, on_part=advance, **how)
     with watch("windows") as advance:
-        return measure_quality(
+        found = measure_quality(
             predictor, windows, reference, base_windows=compared_windows, on_window=advance, seed=seed
         )
+    if base is None or reference is None or not null_kl:
+        return found
+    with watch("loading base in float32") as advance:
+        exact = load_predictor(base, window=window, device=device, dtype="float32", on_part=advance)
+    with watch("windows of base") as advance:
+        null = measure_quality(reference, windows.first(compared_windows), exact, on_window=advance, seed=seed)
+    return replace(found, null_kl=null.kl)

@@ -21,7 +21,7 @@ _RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path")
 _BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
 _PERPLEXITY_OPTIONS = (
-    *("text", "max_windows", "no_start_token", "kl_windows", "layers", "step_tokens", "exact_activations"),
+    *("text", "max_windows", "no_start_token", "kl_windows", "null_kl", "layers", "step_tokens", "exact_activations"),
 )
 
 
@@ -37,6 +37,8 @@ _PERPLEXITY_OPTIONS = (
 @click.option(
     "--kl-windows", type=_COUNT, metavar="N", help=f"Windows compared with --base; default: {COMPARED_WINDOWS}."
 )
+@click.option("--null-kl", is_flag=True,
+              help="Also how far --base is from itself in float32: what the arithmetic alone adds.")  # fmt: skip
 @click.option("--layers", is_flag=True, help="Also find the layers that lose most against --base.")
 @click.option("--backend", type=click.Choice(["reference", "runtime"]),
               help="transformers with decoded weights (the default), or our runtime with its kernels (for --tasks the "
@@ -156,7 +158,7 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 
 def _check_options(base: str | None, options: dict[str, Any]) -> None:
     """Refuses options that would have no effect."""
-    for name in ("kl_windows", "layers"):
+    for name in ("kl_windows", "null_kl", "layers"):
         if options[name] and not base:
             raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")
     for name in ("step_tokens", "head_bits"):
@@ -184,7 +186,8 @@ def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[Qua
     how = {name: options[name] for name in (*_HOW, *_RANKS)}
     how["activations"] = "exact" if options["exact_activations"] else "served"
     begin = not options["no_start_token"]
-    result = evaluate(model, base, text=text, compared_windows=compared, watch=progress_bar, start_token=begin, **how)
+    how |= {"start_token": begin, "null_kl": options["null_kl"]}
+    result = evaluate(model, base, text=text, compared_windows=compared, watch=progress_bar, **how)
     if not (base and options["layers"]):
         return result, None
     asked = {"window": options["window"], "max_windows": compared, "begin": begin}
@@ -199,6 +202,8 @@ def _print(result: QualityResult, layers: LayerErrors | None, base: str | None) 
         click.echo(f"against {base} on the first {result.compared_windows} of the windows:")
         worst = f"99 of 100 tokens up to {result.kl_p99.text('.4f')}"
         click.echo(f"  KL divergence {result.kl.text('.5f')} nats per token, {worst}")
+        if result.null_kl:
+            click.echo(f"  {base} itself, computed so, has {result.null_kl.text('.5f')} against its own float32")
         click.echo(f"  first choice the same for {result.top1_agreement.text('.2%')} of tokens")
         click.echo(f"  perplexity times {result.perplexity_ratio.text('.4f')}")
     if layers:

@@ -89,8 +89,7 @@ class SensitivityPass:
             if branches:
                 streams.append(torch.cat(branches))  # [stages * scored, length, hidden]
             self.runner.free(layer)
-        with fast():
-            divergences = self._divergences(scored, streams)
+        divergences = self._divergences(scored, streams)
         return [replace(each, kl=kl) for each, kl in zip(found, divergences, strict=True)]
 
     def _begin(self, tokens: Tensor, start: StartToken | None) -> tuple[Tensor, Activations]:
