@@ -209,11 +209,14 @@ class BlockRunner:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [positions, vocabulary] of hidden states [positions, hidden] behind the last block, in float32."""
+        """The logits [positions, vocabulary] of hidden states [positions, hidden] behind the last block.
+
+        Norm and products are float32 whatever the blocks run in: logits in bfloat16 would add to every KL.
+        """
         norm = self.model.get_submodule("norm")
         norm.load_state_dict({"weight": self._outer_tensor("norm.weight")}, assign=True)
-        normed = norm(hidden)
-        logits = torch.cat([normed @ rows.to(self.dtype).T for rows in self._output_rows()], -1).float()
+        normed = norm(hidden.float())
+        logits = torch.cat([normed @ rows.float().T for rows in self._output_rows()], -1)
         cap = self.checkpoint.config.get("final_logit_softcapping", self.family.final_logit_softcapping)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -240,7 +243,7 @@ class BlockRunner:
         return f"{self._outer}.embed_tokens.weight" if tied else "lm_head.weight"
 
     def _outer_tensor(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(f"{self._outer}.{name}").to(self.device, self.dtype)
+        return self.checkpoint.tensor(f"{self._outer}.{name}").to(self.device, torch.float32)
 
     @property
     def _outer(self) -> str:

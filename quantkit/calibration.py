@@ -27,6 +27,7 @@ from torch import Tensor
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.errors import InputError, StorageError
 from quantkit.extras import require
+from quantkit.token_windows import StartToken, cut_windows, start_token, text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,10 +92,11 @@ class Calibration:
         chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))[: self.samples]
         return windows[chosen]
 
-    def record(self, tokens: Tensor) -> dict[str, Any]:
+    def record(self, tokens: Tensor, start: StartToken | None = None) -> dict[str, Any]:
         """What a log must hold to repeat this. `samples` is less than `asked` where the source has no more."""
         source = str(self.source)
-        return {
+        begun = {} if start is None else {"start_token": start.text}
+        return begun | {
             "source": source if source.startswith(_HUB) else Path(source).name,
             "default": Path(source) == CALIBRATION_TEXT,
             "samples": tokens.shape[0],
@@ -106,9 +108,10 @@ class Calibration:
 
     def _windows(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """Whole windows [windows, seq_len] to draw from: all of a file, the first `samples` of a dataset."""
-        source = str(self.source)
+        source, start = str(self.source), start_token(tokenizer)
         if source.startswith(_HUB):
-            enough = self.samples * self.seq_len
+            enough = self.samples * text_tokens(self.seq_len, start)
+            enough += start is not None  # a chat template may bring its own
             ids = _packed(tokenizer, _documents(tokenizer, hub_rows(source)), enough)
         elif not Path(source).exists():
             raise StorageError(f"no text '{source}'; give a text file, a .jsonl file or a dataset as {_HUB}ORG/NAME")
@@ -116,22 +119,32 @@ class Calibration:
             ids = _packed(tokenizer, _documents(tokenizer, _jsonl_rows(Path(source))))
         else:
             return token_windows(tokenizer, Path(source), self.seq_len)
-        return cut_windows(ids, self.seq_len, source)
+        return cut_windows(ids, self.seq_len, source, start)
 
 
 def token_windows(
-    tokenizer: PreTrainedTokenizerBase, text_file: Path, window: int, count: int | None = None
-) -> Tensor:  # fmt: skip
-    """A text as whole windows of token ids [windows, window], without special tokens; a short rest is dropped.
+    tokenizer: PreTrainedTokenizerBase,
+    text_file: Path,
+    window: int,
+    count: int | None = None,
+    *,
+    begin: bool = True,
+) -> Tensor:
+    """A text as whole windows of token ids [windows, window]; a short rest is dropped.
 
-    With `count` only the first ones, and only as much of the text is tokenized as decides them.
+    No special tokens but the one that the tokenizer puts before every text, with which each window begins, unless
+    `begin` is False. With `count` only the first windows, and only as much of the text is tokenized as decides them.
     """
+    start = start_token(tokenizer) if begin else None
     try:
         text = text_file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read the text {text_file}: {error}") from error
-    ids = _text_ids(tokenizer, text) if count is None else _first_ids(tokenizer, text, count * window)
-    return cut_windows(ids, window, str(text_file))
+    if count is None:
+        ids = _text_ids(tokenizer, text)
+    else:
+        ids = _first_ids(tokenizer, text, count * text_tokens(window, start))
+    return cut_windows(ids, window, str(text_file), start)
 
 
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, enough: int) -> Tensor:
@@ -161,14 +174,6 @@ class _Document(NamedTuple):
 
     text: str
     plain: bool
-
-
-def cut_windows(ids: Tensor, window: int, source: str) -> Tensor:
-    """Token ids [tokens] as [windows, window]."""
-    count = len(ids) // window
-    if count == 0:
-        raise InputError(f"{source} has {len(ids)} tokens, less than one window of {window}; use a longer text")
-    return ids[: count * window].view(count, window)
 
 
 def _packed(tokenizer: PreTrainedTokenizerBase, documents: Iterator[_Document], enough: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,17 @@ def evaluate(
     seed: int = 0,
     watch: Watch = _unwatched,
     head_bits: int | None = None,
+    start_token: bool = True,
+    null_kl: bool = False,
     **how: Any,
 ) -> QualityResult:
     """Perplexity of a model, quantized or not, with 95 % intervals; with `base` also how far their predictions differ.
 
     `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
     the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
-    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone.
+    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone. `start_token`: windows begin
+    with the token that the tokenizer puts before every text, where it does. `null_kl`: also how far `base` is from
+    itself in float32, which is what the arithmetic alone adds to KL; `base` is loaded once more for it.
     """
     check_source(text)
     device = resolve_device(device)
@@ -50,12 +55,19 @@ def evaluate(
         model_folder(one)  # what is not there is told before minutes of loading
     with watch("loading") as advance:
         predictor = load_predictor(model, window=window, device=device, head_bits=head_bits, on_part=advance, **how)
-    windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows)
+    windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows, begin=start_token)
     reference = None
     if base is not None:
         with watch("loading base") as advance:
             reference = load_predictor(base, window=window, device=device, on_part=advance, **how)
     with watch("windows") as advance:
-        return measure_quality(
+        found = measure_quality(
             predictor, windows, reference, base_windows=compared_windows, on_window=advance, seed=seed
         )
+    if base is None or reference is None or not null_kl:
+        return found
+    with watch("loading base in float32") as advance:
+        exact = load_predictor(base, window=window, device=device, dtype="float32", on_part=advance)
+    with watch("windows of base") as advance:
+        null = measure_quality(reference, windows.first(compared_windows), exact, on_window=advance, seed=seed)
+    return replace(found, null_kl=null.kl)

@@ -23,6 +23,7 @@ from quantkit.reference import load_tokenizer
 
 _INTERVALS = ("perplexity", "bits_per_byte", "base_perplexity", "perplexity_ratio", "kl", "kl_p99", "top1_agreement")
 _BY_WINDOW = ("window_losses", "window_kl")
+_LATER = (*_BY_WINDOW, "null_kl")  # fields that older files lack
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,20 @@ class QualityResult:
     seed: int  # of the bootstrap
     window_losses: tuple[float, ...] | None = None  # mean of every window, nats; None: measured before they were kept
     window_kl: tuple[float, ...] | None = None  # the same of KL divergence, of the compared windows
+    null_kl: Interval | None = None  # KL(base in float32 || base as it was computed here); None: not asked for
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> QualityResult:
-        values = {field.name: given[field.name] for field in fields(cls) if field.name not in _BY_WINDOW}
+        values = {field.name: given[field.name] for field in fields(cls) if field.name not in _LATER}
         for name in _INTERVALS:
             values[name] = None if values[name] is None else Interval.from_dict(values[name])
         for name in _BY_WINDOW:
             values[name] = None if given.get(name) is None else tuple(given[name])
-        return cls(**values)
+        null = given.get("null_kl")
+        return cls(**values, null_kl=None if null is None else Interval.from_dict(null))
 
 
 @dataclass(frozen=True, eq=False)

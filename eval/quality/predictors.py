@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint import Checkpoint
 from quantkit.defaults import WINDOW
 from quantkit.errors import InputError
+from quantkit.eval.quality.precise_logits import compute_logits_in_float32
 from quantkit.formats.base import check_choice
 from quantkit.kernels.cpu.installed import can_compile
 from quantkit.progress import Progress, silent
@@ -174,6 +175,8 @@ def _load_reference(
     model: str | Path, window: int, dtype: str, device: str, activations: str, on_part: Progress
 ) -> ReferencePredictor:
     loaded = load_reference(model, dtype, device, activations=activations, on_tensor=on_part)
+    if dtype != "float32":
+        compute_logits_in_float32(loaded)
     _check_window(window, getattr(loaded.config, "max_position_embeddings", None))
     return ReferencePredictor(loaded, model_folder(model), activations)
 

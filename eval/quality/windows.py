@@ -1,8 +1,9 @@
 """The one protocol of every quality number here: how a text becomes windows of tokens, and what is counted.
 
-The text is tokenized as it stands, without special tokens; windows do not overlap (stride = window) and a short rest is
-dropped; every token of a window but its first is predicted from the tokens before it in that window. Bytes are those
-that the predicted tokens stand for, so that bits per byte compare where tokenizers differ.
+The text is tokenized as it stands, without special tokens; windows do not overlap and a short rest is dropped; every
+token of a window but its first is predicted from the tokens before it in that window. Where the tokenizer puts a start
+token before every text, each window begins with it (`quantkit/token_windows.py`) and holds one token of text less.
+Bytes are those that the predicted tokens stand for, so that bits per byte compare where tokenizers differ.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.calibration import cut_windows, hub_rows, token_windows
+from quantkit.calibration import hub_rows, token_windows
 from quantkit.defaults import WINDOW
 from quantkit.errors import InputError, StorageError
 from quantkit.extras import require
+from quantkit.token_windows import StartToken, cut_windows, start_token, text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +53,7 @@ class Windows:
     text: str
     window_bytes: tuple[int, ...]  # of text behind the predicted tokens of every window
     preparation: str = ""  # how the text was put together, where it is not a file
+    start: StartToken | None = None  # that every window begins with
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -72,10 +75,12 @@ class Windows:
     @property
     def protocol(self) -> str:
         made_of = f" ({self.preparation})" if self.preparation else ""
+        special, stride = "no BOS or other special tokens", text_tokens(self.window, self.start)
+        if self.start is not None:
+            special = f"each begun by {self.start.text}, no other special tokens"
         return (
-            f"{self.text}{made_of}: windows {len(self)}, window {self.window} tokens, stride {self.window}, no BOS or "
-            f"other special tokens, first token of a window not scored; {self.tokens:,} tokens counted, "
-            f"{self.bytes:,} bytes"
+            f"{self.text}{made_of}: windows {len(self)}, window {self.window} tokens, stride {stride}, {special}, "
+            f"first token of a window not scored; {self.tokens:,} tokens counted, {self.bytes:,} bytes"
         )
 
     def first(self, count: int | None) -> Windows:
@@ -84,25 +89,31 @@ class Windows:
 
 
 def read_windows(
-    tokenizer: PreTrainedTokenizerBase, source: str | Path, *, window: int = WINDOW, max_windows: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | Path,
+    *,
+    window: int = WINDOW,
+    max_windows: int | None = None,
+    begin: bool = True,
 ) -> Windows:
     """Windows of a UTF-8 text file, or of `wikitext2` or `c4` through the package `datasets`.
 
-    The names win over files of the same name; `./c4` is a file.
+    The names win over files of the same name; `./c4` is a file. `begin`: with the start token that the tokenizer puts
+    before every text, where it does.
     """
     if window < 2:
         raise InputError(f"a window of {window} tokens has nothing to predict; choose 2 or more")
     if max_windows is not None and max_windows < 1:
         raise InputError(f"{max_windows} windows measure nothing; choose 1 or more")
     check_source(source)
-    preparation = ""
+    preparation, start = "", start_token(tokenizer) if begin else None
     if str(source) in DATASETS:
         dataset = DATASETS[str(source)]
-        ids, name, preparation = _dataset_windows(tokenizer, dataset, window), str(source), dataset.preparation
+        ids, name, preparation = _dataset_windows(tokenizer, dataset, window, start), str(source), dataset.preparation
     else:
-        ids, name = token_windows(tokenizer, Path(source), window, max_windows), Path(source).name
+        ids, name = token_windows(tokenizer, Path(source), window, max_windows, begin=begin), Path(source).name
     ids = ids[:max_windows]
-    return Windows(ids, name, tuple(_bytes_predicted(tokenizer, row) for row in ids), preparation)
+    return Windows(ids, name, tuple(_bytes_predicted(tokenizer, row) for row in ids), preparation, start)
 
 
 def check_source(source: str | Path) -> None:
@@ -111,7 +122,9 @@ def check_source(source: str | Path) -> None:
         raise StorageError(f"no text '{source}'; give a UTF-8 text file or one of {', '.join(DATASETS)}")
 
 
-def _dataset_windows(tokenizer: PreTrainedTokenizerBase, dataset: Dataset, window: int) -> Tensor:
+def _dataset_windows(
+    tokenizer: PreTrainedTokenizerBase, dataset: Dataset, window: int, start: StartToken | None
+) -> Tensor:
     require(dataset.source, "calibration")
     texts = []
     try:
@@ -123,7 +136,7 @@ def _dataset_windows(tokenizer: PreTrainedTokenizerBase, dataset: Dataset, windo
         reason = str(error).partition("; ")[0]  # what follows is about calibration
         raise InputError(f"{reason}; or download a text and give its path") from error
     ids = tokenizer(dataset.joined_by.join(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return cut_windows(torch.tensor(ids, dtype=torch.long), window, dataset.source)
+    return cut_windows(torch.tensor(ids, dtype=torch.long), window, dataset.source, start)
 
 
 def _bytes_predicted(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> int:

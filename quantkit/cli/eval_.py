@@ -20,7 +20,9 @@ _HOW = ("backend", "window", "max_windows", "dtype", "device", "step_tokens", "h
 _RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path")
 _BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
-_PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_tokens", "exact_activations")
+_PERPLEXITY_OPTIONS = (
+    *("text", "max_windows", "no_start_token", "kl_windows", "null_kl", "layers", "step_tokens", "exact_activations"),
+)
 
 
 @click.command("eval", short_help="Measure what a model knows, and what quantization changed.")
@@ -28,10 +30,15 @@ _PERPLEXITY_OPTIONS = ("text", "max_windows", "kl_windows", "layers", "step_toke
 @click.option("--text", metavar="FILE", help="A UTF-8 text, wikitext2 or c4; default: the held-out text that ships.")
 @click.option("--window", default=WINDOW, show_default=True, metavar="N", help="Tokens per window.")
 @click.option("--max-windows", type=_COUNT, metavar="N", help="Stop after N windows; default: all.")
+@click.option("--no-start-token", is_flag=True,
+              help="Windows without the token that some tokenizers put before every text, as many papers have "
+              "them.")  # fmt: skip
 @click.option("--base", metavar="MODEL", help="Also measure how far MODEL's predictions are from this one's.")
 @click.option(
     "--kl-windows", type=_COUNT, metavar="N", help=f"Windows compared with --base; default: {COMPARED_WINDOWS}."
 )
+@click.option("--null-kl", is_flag=True,
+              help="Also how far --base is from itself in float32: what the arithmetic alone adds.")  # fmt: skip
 @click.option("--layers", is_flag=True, help="Also find the layers that lose most against --base.")
 @click.option("--backend", type=click.Choice(["reference", "runtime"]),
               help="transformers with decoded weights (the default), or our runtime with its kernels (for --tasks the "
@@ -79,7 +86,8 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     quantkit eval demo-w4 --tasks arc_easy,hellaswag --limit 100
     quantkit eval demo-w4 --base demo --behaviour --behaviour-gate
 
-    Protocol: text as it is, no special tokens, windows do not overlap, the first token of a window is not scored.
+    Protocol: text as it is, no special tokens but the start token of tokenizers that add one, windows do not overlap,
+    the first token of a window is not scored.
     docs/reference/eval.md says which number to look at.
     """
     from quantkit.devices import resolve_device
@@ -150,7 +158,7 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 
 def _check_options(base: str | None, options: dict[str, Any]) -> None:
     """Refuses options that would have no effect."""
-    for name in ("kl_windows", "layers"):
+    for name in ("kl_windows", "null_kl", "layers"):
         if options[name] and not base:
             raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")
     for name in ("step_tokens", "head_bits"):
@@ -177,10 +185,13 @@ def _measure(model: str, base: str | None, options: dict[str, Any]) -> tuple[Qua
     text, compared = options["text"] or HELDOUT_TEXT, options["kl_windows"] or COMPARED_WINDOWS
     how = {name: options[name] for name in (*_HOW, *_RANKS)}
     how["activations"] = "exact" if options["exact_activations"] else "served"
+    begin = not options["no_start_token"]
+    how |= {"start_token": begin, "null_kl": options["null_kl"]}
     result = evaluate(model, base, text=text, compared_windows=compared, watch=progress_bar, **how)
     if not (base and options["layers"]):
         return result, None
-    windows = read_windows(load_tokenizer(model), text, window=options["window"], max_windows=compared)
+    asked = {"window": options["window"], "max_windows": compared, "begin": begin}
+    windows = read_windows(load_tokenizer(model), text, **asked)
     with progress_bar("layers") as advance:
         return result, layer_errors(base, model, windows.ids[: result.compared_windows], options["device"], advance)
 
@@ -191,6 +202,8 @@ def _print(result: QualityResult, layers: LayerErrors | None, base: str | None) 
         click.echo(f"against {base} on the first {result.compared_windows} of the windows:")
         worst = f"99 of 100 tokens up to {result.kl_p99.text('.4f')}"
         click.echo(f"  KL divergence {result.kl.text('.5f')} nats per token, {worst}")
+        if result.null_kl:
+            click.echo(f"  {base} itself, computed so, has {result.null_kl.text('.5f')} against its own float32")
         click.echo(f"  first choice the same for {result.top1_agreement.text('.2%')} of tokens")
         click.echo(f"  perplexity times {result.perplexity_ratio.text('.4f')}")
     if layers:

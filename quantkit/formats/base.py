@@ -97,7 +97,6 @@ class Format(ABC):
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]  # every part this format may own, required or not
     dtype_follows_model: ClassVar[bool]  # whether the option `dtype` defaults to the model's own dtype
-    scales_tensor: ClassVar[bool] = False  # whether one scale covers the tensor, which layers run as one matrix share
     dtype: str
     bits: int
 
@@ -152,6 +151,11 @@ class Format(ABC):
         specs = self.parts(shape).values()
         known = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs if ANY_LENGTH not in spec.shape)
         return known + _unknown_bytes(self, shape[1])
+
+    @property
+    def scales_tensor(self) -> bool:
+        """Whether one scale covers the tensor: layers that engines run as one matrix then share it."""
+        return False
 
     @property
     def input_rounding(self) -> InputRounding | None:

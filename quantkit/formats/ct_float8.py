@@ -5,7 +5,8 @@ weight_scale  float [1] | [out, 1] | [ceil(out / 128), ceil(in / 128)]
 input_scale   float [1], only where the activations have a fixed scale
 
 Activations are rounded to float8 as well, when the layer runs: each token with its own scale (per 128 inputs where
-weights have blocks), or all of them with the layer's input_scale.
+weights have blocks), or all of them with the layer's input_scale. Engines run fused layers (q, k, v; gate, up) with one
+scale per tensor, and round again what has another one, so these share it: they are rounded as one matrix.
 """
 
 from __future__ import annotations
@@ -118,6 +119,10 @@ class CtFloat8(Format):
     def describe(self) -> str:
         scale = "row" if self.strategy == "channel" else self.strategy
         return f"FP8 {scale}, {'weights only' if self.activations == 'exact' else self.activations}"
+
+    @property
+    def scales_tensor(self) -> bool:
+        return self.strategy == "tensor"
 
     @property
     def input_rounding(self) -> InputRounding | None:

@@ -63,6 +63,11 @@ class IntegerWeight(QuantizedWeight):
         parts = zip(*(part.split(sizes) for part in (self.codes, self.scales, self.zeros)), strict=True)
         return [replace(self, codes=codes, scales=scales, zeros=zeros) for codes, scales, zeros in parts]
 
+    def divisor_limits(self) -> tuple[Tensor, Tensor]:
+        """The least and the largest divisor of each row [out] with which its scales stay normal numbers."""
+        kind, scales = torch.finfo(self.scales.dtype), self.scales.float()
+        return scales.amax(1) / kind.max, scales.amin(1) / kind.tiny
+
     def divide_rows(self, divisors: Tensor) -> IntegerWeight:
         """What quantizing the weight with its rows divided would give: the same codes on a finer or coarser grid."""
         scales = round_scales(self.scales.float() / divisors[:, None], self.scales.dtype)

@@ -45,7 +45,6 @@ class CtNvfp4(Format):
         *("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     )
     dtype_follows_model: ClassVar[bool] = True
-    scales_tensor: ClassVar[bool] = True
 
     dtype: str = "bfloat16"  # of the model; nothing here is stored in it
     bits: int = 4
@@ -53,6 +52,10 @@ class CtNvfp4(Format):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("ct-nvfp4: bits", self.bits, (4,))
+
+    @property
+    def scales_tensor(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return "NVFP4 b16"

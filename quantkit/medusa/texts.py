@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from quantkit.bundled import CALIBRATION_TEXT, HELDOUT_TEXT
-from quantkit.calibration import Calibration, cut_windows
+from quantkit.calibration import Calibration
 from quantkit.checkpoint import INDEX, Checkpoint
 from quantkit.errors import InputError
 from quantkit.reference import load_tokenizer
 from quantkit.sources import BUNDLED, model_folder
+from quantkit.token_windows import StartToken, cut_windows, shorter_windows, start_token, text_of
 
 WINDOW = 512  # tokens of text that are computed together
 PROMPT = 64  # tokens
@@ -32,6 +33,7 @@ class Texts:
     prompts: Tensor  # int64 [prompts, tokens], of text that is not trained on
     records: list[dict[str, Any]]  # of every source, for the log
     heldout: str  # where the prompts are from
+    start: StartToken | None = None  # that all of them begin with
 
     @property
     def context(self) -> int:
@@ -41,8 +43,7 @@ class Texts:
     def prompts_to_train(self, count: int) -> Tensor:
         """Beginnings of what is trained on, [count, tokens]; those of all windows first, then what follows them."""
         size = self.prompts.shape[1]
-        whole = self.windows[:, : self.context // size * size]
-        pieces = torch.cat(whole.split(size, dim=1))
+        pieces = shorter_windows(self.windows, size, self.start)
         if count > len(pieces):
             raise InputError(f"the text has {len(pieces)} prompts of {size} tokens, but {count} were asked for")
         return pieces[:count]
@@ -53,6 +54,7 @@ def read_texts(
 ) -> Texts:
     """Tokens of the texts, through calibration's own reader; `reserved` are left for other sequences."""
     tokenizer = load_tokenizer(checkpoint.folder)
+    start = start_token(tokenizer)
     context = int(checkpoint.config.get("max_position_embeddings") or WINDOW)
     window = min(WINDOW, context)
     prompt = min(PROMPT, window // 4)
@@ -61,7 +63,7 @@ def read_texts(
         Calibration(source, (MOST_TOKENS - reserved) // window // len(chosen), window, seed) for source in chosen
     ]
     parts = [reader.tokens(tokenizer, context) for reader in readers]
-    records = [reader.record(part) for reader, part in zip(readers, parts, strict=True)]
+    records = [reader.record(part, start) for reader, part in zip(readers, parts, strict=True)]
     windows = torch.cat(parts)
     if heldout is None and sources:
         kept = max(1, len(windows) // 10)
@@ -71,13 +73,13 @@ def read_texts(
                 "or another one with --heldout"
             )
         windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
-        prompts = cut_windows(windows[-kept:].flatten(), prompt, "the held-out part")[:PROMPTS]
-        return Texts(windows[:-kept], prompts, records, "a tenth of the text")
+        prompts = cut_windows(text_of(windows[-kept:], start).flatten(), prompt, "the held-out part", start)[:PROMPTS]
+        return Texts(windows[:-kept], prompts, records, "a tenth of the text", start)
     source = heldout or HELDOUT_TEXT
     prompts = Calibration(source, PROMPTS, prompt, seed).tokens(tokenizer, context)
     if len(prompts) < 2:
         raise InputError(f"{source} has one prompt of {prompt} tokens; give a longer text with --heldout")
-    return Texts(windows, prompts, records, Path(source).name)
+    return Texts(windows, prompts, records, Path(source).name, start)
 
 
 def choose_output(model: Path, output: str | Path | None) -> Path:

@@ -35,6 +35,8 @@ from quantkit.methods.method import (
 )
 from quantkit.methods.statistics import InputStatistics
 
+COARSE = SHRINK[::4]  # ranges of a group that candidates are compared with: 1.0 down to 0.5
+
 
 @dataclass(frozen=True)
 class AwqMethod(Method):
@@ -60,7 +62,8 @@ class AwqMethod(Method):
         return True
 
     def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
-        return search_scales(weight, require_integer(self.name, fmt), inputs.require_hessian(), self.points, tie)
+        fmt, hessian = require_integer(self.name, fmt), inputs.require_hessian()
+        return search_scales(weight, fmt, hessian, self.points, tie, searched=self.clip)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         fmt, hessian = require_integer(self.name, fmt), inputs.require_hessian()
@@ -82,20 +85,26 @@ class AwqMethod(Method):
 
     def search_seconds(self, group: GroupWork, speed: Speed) -> float:
         """Candidates for input scales, each rounded and measured."""
-        each = group.weights * speed.rounding_seconds + group.hessian_flops / speed.float32_flops
+        ranges_tried = len(COARSE) if self.clip else 1
+        each = ranges_tried * group.weights * speed.rounding_seconds + group.hessian_flops / speed.float32_flops
         return 2 * self.points * each
 
 
-def search_scales(weight: Tensor, fmt: IntegerFormat, hessian: Tensor, points: int, tie: Tie) -> ScaleChoice:
-    """The best scales for the stacked weights [out, in] of layers that share an input."""
+def search_scales(
+    weight: Tensor, fmt: IntegerFormat, hessian: Tensor, points: int, tie: Tie, *, searched: bool = False
+) -> ScaleChoice:
+    """The best scales for the stacked weights [out, in] of layers that share an input.
+
+    `searched`: each group's range will be searched, so the candidates are compared that way.
+    """
     energy = max(float(output_energy(weight, hessian).sum()), 1e-30)
     best = torch.ones(weight.shape[1], device=weight.device)
-    identity = least = _loss(weight, best, fmt, hessian) / energy
+    identity = least = _loss(weight, best, fmt, hessian, searched) / energy
     if not math.isfinite(energy + identity):
         raise InputError("the loss is not finite; the model's weights or activations overflow")
     for scales in candidates(weight, hessian, points, fmt.group_width(weight.shape[1])):
         tied = tie(scales)
-        loss = _loss(weight, tied, fmt, hessian) / energy
+        loss = _loss(weight, tied, fmt, hessian, searched) / energy
         if loss < least:
             best, least = tied, loss
     return ScaleChoice(best, least, identity)
@@ -114,11 +123,15 @@ def candidates(weight: Tensor, hessian: Tensor, points: int, group: int) -> Iter
             yield (scales / scales.log().mean().exp()).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
 
 
-def _loss(weight: Tensor, scales: Tensor, fmt: IntegerFormat, hessian: Tensor) -> float:
+def _loss(weight: Tensor, scales: Tensor, fmt: IntegerFormat, hessian: Tensor, searched: bool) -> float:
     """Squared error of the outputs when the columns are scaled, rounded, and scaled back."""
-    groups = (weight.float() * scales).unflatten(1, (-1, fmt.group_width(weight.shape[1])))
-    steps, zeros = fmt.fit(*ranges(groups))
-    rounded = nearest(groups, steps.float().unsqueeze(-1), zeros.unsqueeze(-1), fmt.bits).flatten(1)
+    scaled = weight.float() * scales
+    if searched:
+        rounded = search_grid(scaled, fmt, hessian / scales / scales[:, None], COARSE).dequantize()
+    else:
+        groups = scaled.unflatten(1, (-1, fmt.group_width(weight.shape[1])))
+        steps, zeros = fmt.fit(*ranges(groups))
+        rounded = nearest(groups, steps.float().unsqueeze(-1), zeros.unsqueeze(-1), fmt.bits).flatten(1)
     error = rounded.div_(scales).sub_(weight)
     with fast_products(weight.device):  # only compared with its like
         products = error @ hessian

@@ -80,7 +80,7 @@ class GptqMethod(Method):
             )
 
     def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
-        return AwqMethod().choose_scales(weight, fmt, inputs, tie)
+        return AwqMethod(clip=self.searches_grid).choose_scales(weight, fmt, inputs, tie)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         result = quantize_layer(weight, fmt, inputs.require_hessian(), self)
@@ -94,7 +94,7 @@ class GptqMethod(Method):
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         rounding = group.weights * speed.rounding_seconds
         by_hessian = 3 * group.hessian_flops / speed.float32_flops  # two losses, and the updates of later columns
-        scaling = AwqMethod().search_seconds(group, speed) if self.scales_inputs else 0.0
+        scaling = AwqMethod(clip=self.searches_grid).search_seconds(group, speed) if self.scales_inputs else 0.0
         search = len(SHRINK) * 2 * rounding if self.searches_grid else 0.0
         inverse = 4 * group.inputs**3 / speed.float32_flops
         return rounding + by_hessian + scaling + search + group.inputs * _column_seconds(group.outputs, speed) + inverse
@@ -142,13 +142,12 @@ def quantize_layer(weight: Tensor, fmt: Format, hessian: Tensor, method: GptqMet
     fmt = require_integer(method.name, fmt)
     plain = fmt.quantize(weight)
     rounding_loss = output_loss(weight, plain, hessian)
-    dead = hessian.diagonal() == 0
-    if bool(dead.all()):  # calibration never reached this layer
+    if not bool(hessian.diagonal().any()):  # calibration never reached this layer
         return GptqResult(plain, rounding_loss, rounding_loss, 0.0)
     order = column_order(hessian, method.order)
     factor, damping = inverse_factor(hessian, order, method.damping)
     grid = _grid(weight, fmt, hessian, order, method)
-    codes = _round_columns(weight.float().masked_fill(dead, 0.0)[:, order], grid, order, factor)
+    codes = _round_columns(weight.float()[:, order], grid, order, factor)
     quantized = replace(grid, codes=codes)
     loss = output_loss(weight, quantized, hessian)
     if quantized.group_of is None:  # a row so easy that compensation only adds noise: rare
@@ -162,8 +161,9 @@ def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tens
     The damping grows tenfold until the factor exists. H is the largest thing in memory here: no copy outlives its use.
     """
     diagonal = hessian.diagonal()
-    diagonal = torch.where(diagonal == 0, 1.0, diagonal)[order]  # inputs that are always zero: any weight will do
-    mean = float(diagonal.mean())
+    live = diagonal != 0
+    mean = float(diagonal[live].mean())
+    diagonal = torch.where(live, diagonal, mean)[order]  # inputs that are always zero are rounded by themselves
     while damping <= 1.0:
         damped = hessian[order[:, None], order]
         damped.diagonal().copy_(diagonal + damping * mean)

@@ -16,15 +16,17 @@ from quantkit.formats.integer import nearest, ranges, round_to_grid
 SHRINK = tuple(1.0 - 0.025 * step for step in range(21))  # of the full range: 1.0 down to 0.5
 
 
-def search_grid(weight: Tensor, fmt: IntegerFormat, hessian: Tensor) -> IntegerWeight:
-    """A weight [out, in], rounded to the nearest code of each group's best grid."""
+def search_grid(
+    weight: Tensor, fmt: IntegerFormat, hessian: Tensor, shrink: tuple[float, ...] = SHRINK
+) -> IntegerWeight:  # fmt: skip
+    """A weight [out, in], rounded to the nearest code of each group's best grid; `shrink` begins with 1."""
     width = fmt.group_width(weight.shape[1])
     blocks = diagonal_blocks(hessian, width)  # [groups, width, width]
     groups = weight.float().unflatten(1, (-1, width)).transpose(0, 1).contiguous()  # [groups, out, width]
     low, high = ranges(groups)
     scales, zeros = fmt.fit(low, high)
     least = _loss(groups, scales, zeros, fmt.bits, blocks)
-    for ratio in SHRINK[1:]:
+    for ratio in shrink[1:]:
         tried = fmt.fit(low * ratio, high * ratio)
         loss = _loss(groups, *tried, fmt.bits, blocks)
         better = loss < least

@@ -18,7 +18,7 @@ from quantkit.methods.statistics import InputStatistics
 LARGEST_SCALE = 1e4  # scales beyond this or its inverse would leave the range of 16-bit norms
 UNREACHED = "calibration never reached this layer: plainly rounded"
 
-Tie = Callable[[Tensor], Tensor]  # makes input scales [in] equal that must be
+Tie = Callable[[Tensor], Tensor]  # makes of input scales [in] those that can be stored
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,14 @@ class TunedBlock:
     """A decoder block whose linears were scaled and rounded, before what they were rounded to is put into it."""
 
     module: nn.Module  # with input scales where they belong, and weights that are not rounded yet
+    weights: Mapping[str, Tensor]  # the same weights [out, in] in float32, which the module's dtype may not hold
     formats: Mapping[str, Format]  # of the linears to quantize, by their name within the block
     start: Mapping[str, QuantizedWeight]  # what `round` made of them
     forward: Callable[[Tensor], Tensor]  # hidden states before the block -> after it, with gradients where enabled
 
     def weight(self, name: str) -> Tensor:
-        """The weight [out, in] of a linear, as it is in the block."""
-        return self.module.get_parameter(f"{name}.weight").data
+        """The weight [out, in] that a linear is rounded from, float32."""
+        return self.weights[name]
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Method(ABC):
     def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
         """The input scales that suit the stacked weights [out, in] of layers that share an input best.
 
-        `tie` makes scales equal that must be: under grouped-query attention several columns of the output layer are
-        fed by one row of the value layer.
+        `tie` makes of scales those that can be stored: equal where one row of the value layer feeds several columns of
+        the output layer (grouped-query attention), and within what 16 bits hold.
         """
         return ScaleChoice(torch.ones_like(inputs.absmax), 0.0, 0.0)
 

@@ -44,6 +44,10 @@ class InputStatistics:
         missing = SAMPLE - sum(len(part) for part in self._sample)
         self._sample.append(others.sample[: max(0, missing)])
 
+    def cover(self, absmax: Tensor) -> None:
+        """Largest magnitudes [in] that inputs may also have."""
+        self.absmax = torch.maximum(self.absmax, absmax)
+
     @property
     def sample(self) -> Tensor:
         """The first inputs [up to 2,048, in]."""

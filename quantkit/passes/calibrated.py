@@ -111,8 +111,9 @@ class CalibratedPass:
     ) -> None:
         """Lets a method that learns through a block change what its linears were rounded to."""
         forward = partial(run_block, parts)
-        with work.unrounded(parts[0].block) as start, torch.enable_grad():
-            tuned = self.method.tune_block(TunedBlock(parts[0].block, work.formats, start, forward), inputs, targets)
+        with work.unrounded(parts[0].block) as (weights, start), torch.enable_grad():
+            block = TunedBlock(parts[0].block, weights, work.formats, start, forward)
+            tuned = self.method.tune_block(block, inputs, targets)
         work.take(parts[0].block, tuned)
         if tuned:
             with torch.no_grad(), fast_products(self.runner.device):

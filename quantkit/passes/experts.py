@@ -8,12 +8,14 @@ by what else its block reads; where that is too few to go by, it is said.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.blocks import BlockPart, weight_of
+from quantkit.formats import Format
 from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
 from quantkit.methods.statistics import InputStatistics
@@ -23,6 +25,11 @@ from quantkit.stages import Stage
 
 ENOUGH = 0.25  # tokens for each input of an expert; below that most of what it may read was never seen
 POOLED = 8192  # tokens that stand for a whole block
+
+
+def _has_input_scale(fmt: Format) -> bool:
+    rounding = fmt.input_rounding
+    return rounding is not None and rounding.calibrated
 
 
 class ExpertRounding:
@@ -56,6 +63,8 @@ class ExpertRounding:
         for number, of_expert in enumerate(zip(*(stage.by_expert for stage in stages), strict=True)):
             for stage in of_expert:
                 statistics, notes = self._statistics(stage, number)
+                if self._reads_inputs(stage) and _has_input_scale(work.formats[stage.names[0]]):
+                    statistics.cover(self._largest)  # engines run all experts of a layer with one scale
                 work.quantize(self._part.block, stage, statistics, notes | (scaling if stage == of_expert[0] else {}))
 
     def _scale(self, work: BlockQuantizer) -> dict[str, Any]:
@@ -88,9 +97,18 @@ class ExpertRounding:
                 notes["pooled_tokens"] = pool.tokens
         return found, notes
 
+    def _reads_inputs(self, stage: Stage) -> bool:
+        """Whether its linears read what the experts are called with."""
+        return stage.role == self._part.routed_stages[0].role
+
+    @cached_property
+    def _largest(self) -> Tensor:
+        """The largest magnitude of every column that any expert is called with."""
+        return torch.stack([batch.abs().amax(0).float() for batch in self._inputs]).amax(0)
+
     def _pooled(self, stage: Stage) -> InputStatistics:
         """Of tokens of the whole block."""
-        reads_inputs = stage.role == self._part.routed_stages[0].role
+        reads_inputs = self._reads_inputs(stage)
         if reads_inputs and self._pool is not None:
             return self._pool
         every = -(-sum(self._lengths) // POOLED)

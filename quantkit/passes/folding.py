@@ -7,6 +7,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quantkit.arch import Config, Family
+from quantkit.blocks import weight_of
+from quantkit.stages import Fold
+
+STACKED = 1 << 26  # weights of experts that scales are searched for at once
+
+
+def fold_shape(family: Family, config: Config, fold: Fold, columns: int) -> tuple[int, int]:
+    """How many of the producer's last outputs a fold divides, and how many in a row feed the same heads."""
+    return family.folded_outputs(fold, columns, config), family.size_of_head(config) if fold.kind == "value" else 1
+
+
+def sampled_weights(weights: list[Tensor]) -> Tensor:
+    """Weights [out, in] stacked, evenly spaced ones where all would be too many to search over."""
+    most = max(1, STACKED // weights[0].numel())
+    return torch.cat(weights[:: -(-len(weights) // most)]).float()
+
 
 def tied_heads(folded: int, columns: int, head: int) -> Callable[[Tensor], Tensor]:
     """Makes scales [columns] equal where one of `folded` producer outputs feeds several columns.
@@ -30,6 +47,12 @@ def producer_scales(scales: Tensor, folded: int, head: int) -> Tensor:
     return scales.view(folded // head, repeats, head)[:, 0].reshape(-1) if repeats > 1 else scales
 
 
+def column_scales(rows: Tensor, columns: int, head: int) -> Tensor:
+    """The other way round: of every column [columns] that the outputs of a producer [folded] feed."""
+    repeats = columns // len(rows)
+    return rows.view(-1, 1, head).expand(-1, repeats, -1).reshape(-1) if repeats > 1 else rows
+
+
 @torch.no_grad()
 def divide_norm(norm: nn.Module, scales: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
     """Divides a norm's outputs. Returns the scales that this amounts to once its weight is stored in `dtype`.
@@ -47,11 +70,34 @@ def divide_norm(norm: nn.Module, scales: Tensor, offset: float, dtype: torch.dty
 
 
 @torch.no_grad()
-def divide_outputs(linear: nn.Module, scales: Tensor, dtype: torch.dtype) -> None:
-    """Divides the last outputs of a plain linear; weight and bias keep values that `dtype` can store."""
-    for name in ("weight", "bias"):
-        parameter = getattr(linear, name, None)
-        if parameter is not None:
-            last = parameter.data[-len(scales) :]
-            divisor = scales.view(-1, *[1] * (last.dim() - 1))
-            last.copy_((last.float() / divisor).to(dtype))
+def divide_outputs(linear: nn.Module, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divides the last outputs of a plain linear, whose weight keeps values that `dtype` can store.
+
+    Returns the scales that this amounts to. The bias is left to `divide_bias`, by these.
+    """
+    last = weight_of(linear)[-len(scales) :]
+    stored = (last.float() / scales[:, None]).to(dtype).float()
+    taken = row_ratios(last.float(), stored, scales)
+    last.copy_(stored)
+    return taken
+
+
+@torch.no_grad()
+def divide_bias(linear: nn.Module, scales: Tensor, dtype: torch.dtype) -> bool:
+    """Divides the last entries of a linear's bias as `dtype` stores them; False where it has none."""
+    bias = getattr(linear, "bias", None)
+    if not isinstance(bias, Tensor):
+        return False
+    last = bias.data[-len(scales) :]
+    last.copy_((last.float() / scales).to(dtype))
+    return True
+
+
+def row_ratios(before: Tensor, after: Tensor, unseen: Tensor) -> Tensor:
+    """What brings the rows of `after` nearest to those of `before`, both [rows, in]; `unseen` [rows] for empty rows.
+
+    Scales that were rounded once more do not have the ratio that was asked for; this is the one that they have.
+    """
+    energy = after.square().sum(1)
+    ratio = (before * after).sum(1) / energy.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where((energy > 0) & (ratio > 0), ratio, unseen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,26 @@ from quantkit.methods import Method
 from quantkit.methods.losses import output_energy
 from quantkit.methods.method import UNREACHED, Rounded
 from quantkit.methods.statistics import InputStatistics
-from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
+from quantkit.passes.folding import (
+    column_scales,
+    divide_bias,
+    divide_norm,
+    divide_outputs,
+    fold_shape,
+    producer_scales,
+    row_ratios,
+    sampled_weights,
+    tied_heads,
+)
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
+from quantkit.passes.scale_limits import Limits, column_limits, norm_limits, row_limits
 from quantkit.stages import Fold, Stage
-
-STACKED = 1 << 26  # weights of experts that scales are searched for at once
 
 
 class Unrounded(NamedTuple):
     """A linear as it was when it was rounded."""
 
-    weight: Tensor  # with input scales
+    weight: Tensor  # with input scales, float32
     absmax: Tensor  # the largest magnitude that it reads
 
 
@@ -56,16 +66,18 @@ class BlockQuantizer:
         self._unrounded: dict[str, Unrounded] = {}  # where the method goes on from there: `tune_block`
         self._layers: dict[str, QuantizedLayer] = {}
         self._changed: set[str] = set()  # plain tensors that took scales
+        self._column_scales: dict[str, Tensor] = {}  # of linears whose norm took them, until they are rounded
         self._norms_of_many = {fold.producer for fold in _norm_folds(self._stages) if fold.also}
 
     def wants(self, stage: Stage) -> bool:
         return stage.linears[0] in self.formats  # a stage has one scheme
 
     @contextmanager
-    def unrounded(self, block: nn.Module) -> Iterator[dict[str, QuantizedWeight]]:
-        """For a while, a block with the weights that its linears were rounded from; gives what they became."""
-        self._fill(block, {name: each.weight for name, each in self._unrounded.items()})
-        yield {name: self._layers[name].quantized for name in self._unrounded}
+    def unrounded(self, block: nn.Module) -> Iterator[tuple[dict[str, Tensor], dict[str, QuantizedWeight]]]:
+        """For a while, a block with the weights that its linears were rounded from; gives both, rounded ones last."""
+        weights = {name: each.weight for name, each in self._unrounded.items()}
+        self._fill(block, weights)
+        yield weights, {name: self._layers[name].quantized for name in weights}
         self._fill(block, {name: self._layers[name].quantized.dequantize() for name in self._unrounded})
 
     def take(self, block: nn.Module, tuned: Mapping[str, Rounded]) -> None:
@@ -96,11 +108,14 @@ class BlockQuantizer:
         formats = [self.formats[name] for name in stage.names]
         linears = [block.get_submodule(name) for name in stage.names]
         try:
-            divisor, scaling = self._scale(block, stage, linears, formats[0], inputs)
+            weights = [self._weight(block, name) for name in stage.names]
+            divisor, scaling = self._scale(block, stage, weights, formats[0], inputs)
+            if divisor is not None:  # in float32: the block's own dtype may hold less
+                weights = [weight * divisor for weight in weights]
             log = dict(notes or {}) | scaling
-            rounded = _round(self._method, [weight_of(linear).float() for linear in linears], formats, inputs)
-            for name, linear, fmt, part in zip(stage.names, linears, formats, rounded, strict=True):
-                self._keep(name, linear, fmt, part, inputs, log)
+            rounded = _round(self._method, weights, formats, inputs)
+            for name, linear, weight, fmt, part in zip(stage.names, linears, weights, formats, rounded, strict=True):
+                self._keep(name, linear, weight, fmt, part, inputs, log)
         except InputError as error:
             raise InputError(f"{self._prefix}{stage.names[0]}: {error}") from error
         return divisor
@@ -115,20 +130,21 @@ class BlockQuantizer:
             return None, {}
         stages = [stage for stage in self._stages if stage.fold and stage.fold.producer == norm]
         quantized = [name for stage in stages for name in stage.linears if name in self.formats]
-        weight = _sampled([weight_of(block.get_submodule(name)) for name in quantized])
-        choice = self._method.choose_scales(weight, self.formats[quantized[0]], inputs, lambda scales: scales)
+        weights, fmt = [weight_of(block.get_submodule(name)) for name in quantized], self.formats[quantized[0]]
+        limits = column_limits(weights, fmt).within(self._fold_limits(block, Fold("norm", norm)))
+        tie = partial(limits.clamp, head=1)
+        choice = self._method.choose_scales(sampled_weights(weights), fmt, inputs, tie)
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
         if choice.loss >= choice.identity_loss:
             return None, notes
         scales = self._fold(block, Fold("norm", norm), choice.scales, len(choice.scales), 1)
         plain = [name for fold in _norm_folds(stages) for name in fold.also]
         plain += [name for stage in stages for name in stage.linears if name not in self.formats]
-        for name in quantized + plain:
-            linear = block.get_submodule(name)
-            _set_weight(linear, weight_of(linear).float() * scales)
+        self._column_scales = dict.fromkeys(quantized, scales)
         for name in plain:
             self._changed.add(f"{name}.weight")
-            _set_weight(block.get_submodule(name), weight_of(block.get_submodule(name)).to(self._stored))
+            linear = block.get_submodule(name)
+            _set_weight(linear, (weight_of(linear).float() * scales).to(self._stored))
         return scales, notes
 
     def result(self, block: nn.Module) -> QuantizedBlock:
@@ -157,70 +173,94 @@ class BlockQuantizer:
         for name, weight in weights.items():
             _set_weight(block.get_submodule(name), weight)
 
+    def _weight(self, block: nn.Module, name: str) -> Tensor:
+        """What a linear is rounded from, float32 [out, in]."""
+        weight, scales = weight_of(block.get_submodule(name)).float(), self._column_scales.pop(name, None)
+        return weight if scales is None else weight * scales
+
     def _scale(
-        self, block: nn.Module, stage: Stage, linears: list[nn.Module], fmt: Format, inputs: InputStatistics
+        self, block: nn.Module, stage: Stage, weights: list[Tensor], fmt: Format, inputs: InputStatistics
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Chooses input scales, puts them into the module before and multiplies the columns."""
+        """Chooses input scales and puts them into the module before; the columns are then to be multiplied."""
         if not inputs.tokens:
             return None, {"warning": UNREACHED}
         fold, columns, config = stage.fold, inputs.absmax.numel(), self._source.config
         if fold is None or not self._method.scales_inputs or fold.producer in self._norms_of_many:
             return None, {}
-        folded, head = self._family.folded_outputs(fold, columns, config), self._family.size_of_head(config)
-        tie = tied_heads(folded, columns, head if fold.kind == "value" else 1)
-        weight = torch.cat([weight_of(linear) for linear in linears]).float()
-        choice = self._method.choose_scales(weight, fmt, inputs, tie)
+        folded, head = fold_shape(self._family, config, fold, columns)
+        tie = tied_heads(folded, columns, head)
+        limits = column_limits(weights, fmt).of_rows(folded, head).within(self._fold_limits(block, fold, folded))
+        choice = self._method.choose_scales(
+            torch.cat(weights), fmt, inputs, lambda scales: limits.clamp(tie(scales), head)
+        )
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
         if choice.loss >= choice.identity_loss:
             return None, notes
         scales = self._fold(block, fold, choice.scales, folded, head)
         inputs.divide(scales)
-        for linear in linears:
-            _set_weight(linear, weight_of(linear).float() * scales)
         return scales, notes
 
+    def _fold_limits(self, block: nn.Module, fold: Fold, folded: int = 0) -> Limits:
+        """Which scales the module before can hold, of its last outputs."""
+        producer, done = block.get_submodule(fold.producer), self._layers.get(fold.producer)
+        if fold.kind == "norm":
+            return norm_limits(producer, self._family.norm_offset, self._stored)
+        if done is None:
+            limits = row_limits(producer, self._stored)
+        else:
+            assert isinstance(done.quantized, IntegerWeight | GgufWeight)  # methods that scale work on these
+            limits = Limits(*done.quantized.divisor_limits())
+        return Limits(*(each[-folded:] for each in limits))
+
     def _fold(self, block: nn.Module, fold: Fold, scales: Tensor, folded: int, head: int) -> Tensor:
-        """Divides what the module before produces; returns the scales that came out."""
+        """Divides what the module before produces; returns the scales that came out once it is stored."""
         producer = block.get_submodule(fold.producer)
         if fold.kind == "norm":
             self._changed.add(f"{fold.producer}.weight")
             return divide_norm(producer, scales, self._family.norm_offset, self._stored)
-        rows = producer_scales(scales, folded, head if fold.kind == "value" else 1)
-        if isinstance(getattr(producer, "bias", None), Tensor):
-            self._changed.add(f"{fold.producer}.bias")
-        done = self._layers.get(fold.producer)
-        if done is None:
+        rows = producer_scales(scales, folded, head)
+        if fold.producer in self._layers:
+            rows = self._divide_rounded(producer, fold.producer, rows)
+        else:
             self._changed.add(f"{fold.producer}.weight")
-            divide_outputs(producer, rows, self._stored)
-            return scales
+            rows = divide_outputs(producer, rows, self._stored)
+        if divide_bias(producer, rows, self._stored):
+            self._changed.add(f"{fold.producer}.bias")
+        return column_scales(rows, len(scales), head)
+
+    def _divide_rounded(self, producer: nn.Module, name: str, rows: Tensor) -> Tensor:
+        """Divides the last rows of a layer that is rounded already; returns what they were really divided by."""
+        done = self._layers[name]
         assert isinstance(done.quantized, IntegerWeight | GgufWeight)  # methods that scale work on these
         divisors = torch.ones(done.quantized.shape[0], device=rows.device)
-        divisors[-folded:] = rows
+        divisors[-len(rows) :] = rows
         quantized = done.quantized.divide_rows(divisors)
-        self._layers[fold.producer] = QuantizedLayer(done.module, done.fmt, quantized, done.relative_error, done.log)
-        divide_outputs(producer, rows, self._stored)
-        _set_weight(producer, quantized.dequantize())
-        if fold.producer in self._unrounded:
-            self._unrounded[fold.producer].weight.div_(divisors[:, None])
-        return scales
+        decoded = quantized.dequantize()
+        taken = row_ratios(done.quantized.dequantize(), decoded, divisors)
+        self._layers[name] = QuantizedLayer(done.module, done.fmt, quantized, done.relative_error, done.log)
+        _set_weight(producer, decoded)
+        if name in self._unrounded:
+            self._unrounded[name].weight.div_(taken[:, None])
+        return taken[-len(rows) :]
 
     def _keep(
         self,
         name: str,
         linear: nn.Module,
+        weight: Tensor,
         fmt: Format,
         rounded: Rounded,
         inputs: InputStatistics,
         notes: dict[str, Any],
     ) -> None:
-        """Remembers a layer and leaves its decoded weight in the block."""
+        """Remembers a layer, rounded from `weight`, and leaves its decoded weight in the block."""
         quantized = fmt.with_input_scale(rounded.quantized, inputs.absmax.amax())
-        log = notes | dict(rounded.notes or {}) | _losses(rounded, weight_of(linear), inputs) | _outliers(fmt, inputs)
+        log = notes | dict(rounded.notes or {}) | _losses(rounded, weight, inputs) | _outliers(fmt, inputs)
         decoded = quantized.dequantize()
-        error = relative_error(decoded, weight_of(linear))
+        error = relative_error(decoded, weight)
         self._layers[name] = QuantizedLayer(self._prefix + name, fmt, quantized, error, log)
         if self._method.tunes_blocks:  # it is not finished yet
-            self._unrounded[name] = Unrounded(weight_of(linear).clone(), inputs.absmax.amax())
+            self._unrounded[name] = Unrounded(weight.clone(), inputs.absmax.amax())
         else:
             self._on_layer(self._layers[name])
         _set_weight(linear, decoded)
@@ -262,12 +302,6 @@ def _outliers(fmt: Format, inputs: InputStatistics) -> dict[str, list[int]]:
 
 def _norm_folds(stages: Iterable[Stage]) -> list[Fold]:
     return [stage.fold for stage in stages if stage.fold is not None and stage.fold.kind == "norm"]
-
-
-def _sampled(weights: list[Tensor]) -> Tensor:
-    """Weights [out, in] stacked, evenly spaced ones where all would be too many to search over."""
-    most = max(1, STACKED // weights[0].numel())
-    return torch.cat(weights[:: -(-len(weights) // most)]).float()
 
 
 def _set_weight(linear: nn.Module, weight: Tensor) -> None:

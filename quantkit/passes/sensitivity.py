@@ -1,9 +1,9 @@
 """What a model loses when one stage of layers alone is quantized, measured for every stage in one pass.
 
 The unquantized model runs block by block over a few sequences. At every stage a stream branches off: the hidden states
-as they become when this stage alone is rounded to few bits, by the recipe's own method. All streams run on through the
-blocks after it, and KL(original || stream) at the end is what the rounding of this stage costs. Only one block is in
-memory at a time; the streams are kept wherever they fit.
+as they become when this stage alone is scaled and rounded to few bits, by the recipe's own method. All streams run on
+through the blocks after it, and KL(original || stream) at the end is what the rounding of this stage costs. Only one
+block is in memory at a time; the streams are kept wherever they fit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from quantkit.methods.arithmetic import fast_products
 from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.activations import Activations, choose_place
+from quantkit.passes.probe_scaling import probe_scales
 from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.progress import Progress, silent
 from quantkit.stages import Group, Stage
+from quantkit.token_windows import StartToken, shorter_windows
 
 # On a model of 135 M weights 4 x 128 tokens chose bits that lose 1 to 2 % more than those chosen by 4 x 256, and 4 x 32
 # up to 10 %. Products in bfloat16 (`fast_products`) add up to 2e-4 nats to every KL there, less than the tokens do.
@@ -53,16 +55,19 @@ class SensitivityPass:
         device: str,
         scratch: Path,
     ) -> None:
-        self.family, self.chosen, self.method = family, chosen, method
+        self.family, self.chosen, self.method, self._config = family, chosen, method, source.config
         self.runner = BlockRunner(source, family, device)
         self.stages = [modules for modules in family.linear_groups(source.config) if modules[0] in chosen]
         self._widest = max(source.tensors[f"{modules[0]}.weight"].info.shape[1] for modules in self.stages)
         self._scratch = scratch  # for streams that do not fit into memory
 
     @torch.no_grad()
-    def run(self, tokens: Tensor, target_bits: float, on_step: Progress = silent) -> list[Sensitivity]:
-        """The sensitivities of all stages in forward order, from calibration tokens [samples, length]."""
-        scored, fitted = self._begin(tokens)
+    def run(
+        self, tokens: Tensor, target_bits: float, on_step: Progress = silent, start: StartToken | None = None
+    ) -> list[Sensitivity]:
+        """The sensitivities of all stages in forward order, from calibration tokens [samples, length], which may all
+        begin with a start token."""
+        scored, fitted = self._begin(tokens, start)
         place = choose_place(len(self.stages) * scored.nbytes, self.runner.device)
         streams = Activations(self.runner.device, place, self._scratch)
         fast = partial(fast_products, self.runner.device)
@@ -84,17 +89,16 @@ class SensitivityPass:
             if branches:
                 streams.append(torch.cat(branches))  # [stages * scored, length, hidden]
             self.runner.free(layer)
-        with fast():
-            divergences = self._divergences(scored, streams)
+        divergences = self._divergences(scored, streams)
         return [replace(each, kl=kl) for each, kl in zip(found, divergences, strict=True)]
 
-    def _begin(self, tokens: Tensor) -> tuple[Tensor, Activations]:
+    def _begin(self, tokens: Tensor, start: StartToken | None) -> tuple[Tensor, Activations]:
         """Hidden states before the first block: those that KL is measured on, and those that the probes are fitted to.
 
         A method looks better than it is on the very tokens it was fitted to; so these are others, if there are any.
         """
         length = min(LENGTH, tokens.shape[1])
-        tokens = torch.cat([part for part in tokens.split(length, 1) if part.shape[1] == length])
+        tokens = shorter_windows(tokens, length, start)
         count = min(SCORED, max(1, len(tokens) // 4))
         others = tokens[count:] if len(tokens) > count else tokens
         others = others[: math.ceil(FITTED_TOKENS * self._widest / length)]
@@ -117,19 +121,25 @@ class SensitivityPass:
     def _trial(
         self, modules: Group, part: BlockPart, stage: Stage, inputs: list[InputStatistics], target_bits: float
     ) -> _Trial:
-        """All experts of a stage are tried together, each rounded by what it reads."""
+        """All experts of a stage are tried together, each rounded by what it reads; scaled where the method does."""
         fmt, width = self.chosen[modules[0]], inputs[0].absmax.numel()
         schemes, probe = candidates(fmt, width), probe_for(fmt, width, target_bits)
         errors = dict.fromkeys(schemes, 0.0)
-        linears, decoded = [], []
-        for each, seen in zip(stage.by_expert, inputs, strict=True):
-            stacked = [part.block.get_submodule(name) for name in each.names]
-            weight = torch.cat([weight_of(linear) for linear in stacked]).float()  # [out, in]
+        linears = [[part.block.get_submodule(name) for name in each.names] for each in stage.by_expert]
+        weights = [torch.cat([weight_of(linear) for linear in each]) for each in linears]  # each [out, in]
+        scaling = probe_scales(self.method, self.family, self._config, stage, weights, probe, inputs)
+        decoded = []
+        for own, scales, seen in zip(weights, scaling, inputs, strict=True):
+            weight = own.float()
+            if scales is not None:
+                weight = weight * scales
+                seen.divide(scales)
             found = rounding_errors(weight, schemes, seen.require_hessian(), search=self.method.searches_grid)
             errors = {scheme: errors[scheme] + found[scheme] for scheme in schemes}
-            linears += stacked
-            decoded.append(self.method.round(weight, probe, seen).quantized.dequantize())
-        return _Trial(linears, torch.cat(decoded), Sensitivity(modules, probe, 0.0, errors))
+            rounded = self.method.round(weight, probe, seen).quantized.dequantize()
+            decoded.append(rounded if scales is None else rounded / scales)
+        every = [linear for each in linears for linear in each]
+        return _Trial(every, torch.cat(decoded), Sensitivity(modules, probe, 0.0, errors))
 
     def _divergences(self, base: Tensor, streams: Activations) -> list[float]:
         """KL(base || stream) of every stream in the order of their branching off, in nats per token."""

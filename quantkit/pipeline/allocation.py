@@ -33,7 +33,7 @@ def choose_formats(job: Job, scratch: Path, on_step: Progress = silent) -> Alloc
     weights = sum(math.prod(job.shapes[module]) for module in formats)
     sizes = stage_sizes(job.family.linear_groups(job.source.config), job.plan, job.shapes)
     work = SensitivityPass(job.source, job.family, formats, job.method, job.device, scratch)
-    measured = work.run(job.tokens, job.recipe.target_bits, on_step)
+    measured = work.run(job.tokens, job.recipe.target_bits, on_step, job.start)
     schemes = spend(measured, sizes, math.floor(job.recipe.target_bits * weights))
     record = {
         "target_bits": job.recipe.target_bits,

@@ -32,6 +32,7 @@ from quantkit.recipe import Recipe, load_recipe
 from quantkit.reference import load_tokenizer
 from quantkit.skeleton import check_blocks
 from quantkit.sources import model_folder
+from quantkit.token_windows import StartToken, start_token
 from quantkit.touch_up import check_touch_up
 
 _PACKAGES = ("quantkit", "torch", "transformers")
@@ -51,6 +52,7 @@ class Job:
     data: Calibration  # where calibration tokens come from, if they are needed
     tokens: Tensor | None  # calibration [samples, length]; None where the method looks at no data
     calibration: dict[str, Any] | None  # the record of these tokens
+    start: StartToken | None  # that all windows begin with, of calibration and of held-out text
     quality: Tensor | None  # held-out windows [windows, window]; None where nothing is measured
     device: str
     output: str | Path
@@ -155,10 +157,11 @@ def prepare(
     _check_outside(source, family, device)
     data = calibration or Calibration.from_recipe(recipe.calibration)
     tokens = _tokens(source, data, recipe, method, plan)
-    record = None if tokens is None else data.record(tokens)
+    start = start_token(load_tokenizer(source.folder)) if _has_tokenizer(source) else None
+    record = None if tokens is None else data.record(tokens, start)
     quality = _quality_windows(source, quality_windows)
     settings = (device, output, overwrite, restart, shard_bytes)
-    job = Job(str(model), source, family, recipe, method, plan, shapes, data, tokens, record, quality, *settings)
+    job = Job(str(model), source, family, recipe, method, plan, shapes, data, tokens, record, start, quality, *settings)
     check_space(Path(output).absolute(), job.disk_bytes())
     return job
 

@@ -13,6 +13,7 @@ from quantkit.arch import Family
 from quantkit.blocks import POSITIONS, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import perplexity_of, token_divergence, token_losses
+from quantkit.token_windows import StartToken
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Quality:
     windows: int
     window: int
     text: str
+    start_token: str | None = None  # that every window begins with
 
     @property
     def protocol(self) -> str:
+        special = "no special tokens" if self.start_token is None else f"each begun by {self.start_token}"
         return (
-            f"{self.windows} windows of {self.window} tokens that do not overlap, no special tokens, first token of a "
+            f"{self.windows} windows of {self.window} tokens that do not overlap, {special}, first token of a "
             "window not scored, activations as served"
         )
 
@@ -39,23 +42,30 @@ class Quality:
 
 @torch.no_grad()
 def compare_by_blocks(
-    base: Checkpoint, quantized: Checkpoint, family: Family, windows: Tensor, text: Path, device: str
+    base: Checkpoint,
+    quantized: Checkpoint,
+    family: Family,
+    windows: Tensor,
+    text: Path,
+    device: str,
+    start: StartToken | None = None,
 ) -> Quality:
-    """Quality on windows [windows, window] of token ids of a text."""
+    """Quality on windows [windows, window] of token ids of a text, each begun by a start token where there is one."""
     runners = [BlockRunner(checkpoint, family, device) for checkpoint in (base, quantized)]
     hidden = [_last_hidden(runner, windows) for runner in runners]  # each [windows, window, hidden] on the device
     losses, divergence = [0.0, 0.0], 0.0
     for index, ids in enumerate(windows):
         targets = ids[1:].to(runners[0].device)
-        for start in range(0, len(targets), POSITIONS):
-            part = slice(start, min(start + POSITIONS, len(targets)))
+        for first in range(0, len(targets), POSITIONS):
+            part = slice(first, min(first + POSITIONS, len(targets)))
             logits = [runner.logits(state[index, part]) for runner, state in zip(runners, hidden, strict=True)]
             for model, values in enumerate(logits):
                 losses[model] += float(token_losses(values, targets[part]).sum())
             divergence += float(token_divergence(*logits).sum())
     scored = len(windows) * (windows.shape[1] - 1)
     before, after = (perplexity_of(loss / scored) for loss in losses)
-    return Quality(before, after, divergence / scored, len(windows), windows.shape[1], text.name)
+    begun = None if start is None else start.text
+    return Quality(before, after, divergence / scored, len(windows), windows.shape[1], text.name, begun)
 
 
 def _last_hidden(runner: BlockRunner, windows: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def measured_quality(job: Job, folder: Path) -> Quality | None:
     """What was lost; a checkpoint that computes NaN is not finished."""
     if job.quality is None:
         return None
-    found = compare_by_blocks(job.source, Checkpoint(folder), job.family, job.quality, HELDOUT_TEXT, job.device)
+    written = Checkpoint(folder)
+    found = compare_by_blocks(job.source, written, job.family, job.quality, HELDOUT_TEXT, job.device, job.start)
     if not found.perplexity < float("inf") and found.base_perplexity < float("inf"):
         raise QuantkitError("the quantized model computes NaN or Inf on held-out text; nothing was kept")
     return found

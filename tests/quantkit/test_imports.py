@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "gguf_export": {"arch", "checkpoint", "checkpoint_writer", "checksums", "formats", "gguf_import", "reference"}
     | {"sources", "storage"},
     "kernels": {"errors", "formats"},
-    "calibration": {"bundled"},
+    "token_windows": {"errors"},
+    "calibration": {"bundled", "token_windows"},
     "provenance": {"bundled", "checkpoint", "gguf_view", "sources"},
     "divergence": set(),
     "served": {"checkpoint"},
@@ -50,14 +51,14 @@ ALLOWED: dict[str, set[str]] = {
     "expert_modules": {"arch", "stages"},
     "skeleton": {"arch", "checkpoint", "expert_modules"},
     "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "skeleton", "stages"},
-    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"},
+    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"} | {"token_windows"},
     "reference": {"arch", "errors", "expert_modules", "formats", "checkpoint", "devices", "served", "sources"},
 }
 ALLOWED["reference"] |= {"expert_check"}
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "expert_check", "passes"}
 ALLOWED["pipeline"] |= {"devices", "provenance", "reference", "skeleton", "stages", "storage", "checksums", "wording"}
-ALLOWED["pipeline"] |= {"expert_modules", "gguf_export", "gguf_import", "touch_up"}
+ALLOWED["pipeline"] |= {"expert_modules", "gguf_export", "gguf_import", "token_windows", "touch_up"}
 ALLOWED["touch_up"] = {"divergence", "errors", "formats", "methods"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"gguf_export", "pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "gguf_view", "sources"}
@@ -84,6 +85,7 @@ ALLOWED["runtime"] = {
 ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"]
 ALLOWED["eval"] |= {"runtime", "bundled", "convert", "divergence", "expert_modules", "inspection", "planning"}
 ALLOWED["medusa"] = {"bundled", "calibration", "checkpoint", "reference", "runtime", "sources", "wording"}
+ALLOWED["medusa"] |= {"token_windows"}
 ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection", "runtime", "sources", "wording"}
 ALLOWED["deploy"] = {"checkpoint", "errors", "runtime", "sources", "strict_yaml", "wording"}
 ALLOWED["cli"] = {*ALLOWED, "convert"}

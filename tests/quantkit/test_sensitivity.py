@@ -14,14 +14,19 @@ from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
-from quantkit.formats import CtPacked, IntegerFormat
+from quantkit.expert_modules import module_name
+from quantkit.formats import CtPacked, Format, IntegerFormat
 from quantkit.methods import Method
+from quantkit.methods.awq import AwqMethod
 from quantkit.methods.gptq import GptqMethod
+from quantkit.methods.method import ScaleChoice, Tie
 from quantkit.methods.rtn import RtnMethod
 from quantkit.methods.sensitivity import Sensitivity, candidates, probe_for, rounding_errors
+from quantkit.methods.statistics import InputStatistics
 from quantkit.passes import sensitivity
+from quantkit.passes.folding import tied_heads
 from quantkit.passes.sensitivity import SCORED, SensitivityPass
-from quantkit.reference import load_tokenizer
+from quantkit.reference import load_reference, load_tokenizer
 from quantkit.sources import model_folder
 from tiny_models import save_model
 
@@ -62,6 +67,61 @@ def test_streams_equal_a_whole_model_with_one_group_rounded(
                 model.get_submodule(module).weight.data = weight
             assert each.kl == pytest.approx(expected, rel=1e-3), each.modules
             assert each.kl > 1e-5
+
+
+class Doubling(RtnMethod):
+    """Plain rounding after scales that grow from column to column."""
+
+    @property
+    def scales_inputs(self) -> bool:
+        return True
+
+    def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
+        return ScaleChoice(tie(torch.linspace(0.5, 4.0, weight.shape[1])), 0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_probes_are_scaled_as_the_recipe_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns are multiplied before rounding and divided afterwards, as a fold would; heads that share values too."""
+    monkeypatch.setattr(sensitivity, "fast_products", lambda _: nullcontext())
+    small_model(name, tmp_path)
+    model = load_reference(tmp_path, "float32")
+    tokens = torch.randint(1, 96, (4 * SCORED, 24), generator=torch.Generator().manual_seed(1))
+    found = sensitivities(tmp_path, tmp_path, tokens, Doubling(), "layers.1.")
+    family, config = FAMILIES[name], Checkpoint(tmp_path).config
+    with torch.no_grad():
+        base = model(tokens[:SCORED]).logits.flatten(0, 1)
+        for each in found:
+            linears = [model.get_submodule(module_name(family, module)) for module in each.modules]
+            kept = [linear.weight.data.clone() for linear in linears]
+            for linear in linears:
+                scales = torch.linspace(0.5, 4.0, linear.weight.shape[1])
+                if "o_proj" in each.modules[0]:
+                    head = family.size_of_head(config)
+                    scales = tied_heads(config["num_key_value_heads"] * head, len(scales), head)(scales)
+                linear.weight.data = each.probe.quantize(linear.weight.data * scales).dequantize() / scales
+            expected = float(token_divergence(base, model(tokens[:SCORED]).logits.flatten(0, 1)).mean())
+            for linear, weight in zip(linears, kept, strict=True):
+                linear.weight.data = weight
+            assert each.kl == pytest.approx(expected, rel=1e-3), each.modules
+
+
+def test_scales_that_gain_make_a_group_less_sensitive(tmp_path: Path) -> None:
+    tokens = torch.randint(1, 96, (4 * SCORED, 24), generator=torch.Generator().manual_seed(1))
+    small_model("llama", tmp_path)
+    scaled, plain = (
+        sensitivities(tmp_path, tmp_path, tokens, method, "down_proj") for method in (AwqMethod(points=8), Unscaled())
+    )
+    for one, other in zip(scaled, plain, strict=True):
+        assert sum(one.errors.values()) < sum(other.errors.values())
+
+
+class Unscaled(AwqMethod):
+    """What AWQ rounds to without its scales."""
+
+    @property
+    def scales_inputs(self) -> bool:
+        return False
 
 
 def test_streams_on_disk_and_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.bundled import HELDOUT_TEXT
-from quantkit.calibration import token_windows
+from quantkit.calibration import Calibration, token_windows
 from quantkit.errors import InputError
+from quantkit.eval.quality.windows import read_windows
+from quantkit.pipeline.quality import Quality
 from quantkit.reference import load_tokenizer
+from quantkit.token_windows import StartToken, cut_windows, shorter_windows, start_token
+from tiny_tokenizers import save_byte_level, save_sentencepiece
 
 WORDS = HELDOUT_TEXT.read_text(encoding="utf-8")[:40_000]
 
@@ -60,3 +64,50 @@ def test_a_short_text_is_refused_with_its_length(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("Too short.\n")
     with pytest.raises(InputError, match="tokens, less than one window of 64"):
         token_windows(load_tokenizer("demo"), tmp_path / "text", 64, 2)
+
+
+@pytest.fixture(scope="module")
+def begins(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts <s> before every text."""
+    return save_sentencepiece(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_a_start_token_is_what_the_tokenizer_itself_adds(begins: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """A `bos_token` alone says nothing: many tokenizers have one and never use it."""
+    assert start_token(begins) == StartToken(1, "<s>")
+    others = (load_tokenizer("demo"), save_byte_level(tmp_path))
+    assert all(tokenizer.bos_token_id is not None for tokenizer in others)
+    assert [start_token(tokenizer) for tokenizer in others] == [None, None]
+
+
+def test_every_window_begins_with_it(begins: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """One function for calibration, for held-out text and for `eval`; the text between is not changed."""
+    text = tmp_path / "text"
+    text.write_text(WORDS[:4000], encoding="utf-8")
+    plain = begins(WORDS[:4000], add_special_tokens=False)["input_ids"]
+    windows = token_windows(begins, text, 32)
+    assert windows.shape == (len(plain) // 31, 32)
+    assert windows[:, 0].tolist() == [1] * len(windows)
+    assert windows[:, 1:].flatten().tolist() == plain[: 31 * len(windows)]
+    assert torch.equal(token_windows(begins, text, 32, 3), windows[:3])
+    assert torch.equal(token_windows(begins, text, 32, begin=False).flatten()[:96], torch.tensor(plain[:96]))
+    calibrated = Calibration(text, samples=8, seq_len=32)
+    tokens = calibrated.tokens(begins, 32)
+    assert tokens[:, 0].tolist() == [1] * 8
+    assert calibrated.record(tokens, start_token(begins))["start_token"] == "<s>"
+    measured = read_windows(begins, text, window=32, max_windows=4)
+    assert torch.equal(measured.ids, windows[:4])
+    assert "window 32 tokens, stride 31, each begun by <s>, no other special tokens, first token" in measured.protocol
+    assert measured.bytes == len(begins.decode(plain[: 31 * 4]).encode())
+    assert "no BOS" in read_windows(begins, text, window=32, max_windows=4, begin=False).protocol
+    assert "overlap, each begun by <s>, first" in Quality(1.0, 1.0, 0.0, 1, 32, "text", "<s>").protocol
+
+
+def test_windows_are_cut_shorter_and_begin_again() -> None:
+    start, ids = StartToken(99, "<s>"), torch.arange(40)
+    windows = cut_windows(ids, 9, "numbers", start)
+    assert windows.tolist() == [[99, *range(8 * row, 8 * row + 8)] for row in range(5)]
+    assert torch.equal(cut_windows(torch.cat([torch.tensor([99]), ids]), 9, "numbers", start), windows)
+    shorter = shorter_windows(windows[:2], 4, start)
+    assert shorter.tolist() == [[99, 0, 1, 2], [99, 8, 9, 10], [99, 3, 4, 5], [99, 11, 12, 13]]
+    assert shorter_windows(windows[:1, 1:], 4, None).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

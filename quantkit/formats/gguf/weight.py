@@ -34,6 +34,8 @@ from quantkit.formats.gguf.mixes import MIXES, Matrix, type_of
 from quantkit.formats.gguf.search import search_blocks
 from quantkit.formats.gguf.types import TYPES, BlockType
 
+_SMALLEST_SCALE = 2.0**-17  # blocks with small scales go below float16's normal numbers: here 8 bits are left of it
+
 
 @dataclass(frozen=True)
 class GgufWeight(QuantizedWeight):
@@ -81,6 +83,12 @@ class GgufWeight(QuantizedWeight):
         if self.kind.table:
             return _table_on(self.codes.device, self.kind)[self.codes.int()]
         return self.codes.float() - self.kind.zero
+
+    def divisor_limits(self) -> tuple[Tensor, Tensor]:
+        """The least and the largest divisor of each row [out] with which its scales keep their precision."""
+        scales = self.scale.float().abs()
+        least = torch.where(scales > 0, scales, torch.inf).amin(1)
+        return scales.amax(1) / torch.finfo(torch.float16).max, least / _SMALLEST_SCALE
 
     def divide_rows(self, divisors: Tensor) -> GgufWeight:
         """What the weight with its rows divided is on the same codes; scales are rounded to float16 once more."""

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import Awq, CtPacked, Gptq, IntegerFormat, Nf4
-from quantkit.methods.awq import AwqMethod, candidates, search_scales
+from quantkit.methods.awq import COARSE, AwqMethod, candidates, search_scales
 from quantkit.methods.gptq import GptqMethod
-from quantkit.methods.method import LARGEST_SCALE
+from quantkit.methods.grid import search_grid
+from quantkit.methods.losses import output_energy, output_loss
+from quantkit.methods.method import LARGEST_SCALE, Method
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.folding import tied_heads
 
@@ -100,6 +102,31 @@ def test_scales_are_equal_where_heads_share_a_value(layer: Layers, value_heads: 
     assert choice.loss < choice.identity_loss
     assert float(choice.scales.max() / choice.scales.min()) > 1.5
     assert choice.loss == pytest.approx(relative_loss(weight, choice.scales, Awq(group_size=64), inputs), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("method", "searched"),
+    [
+        (AwqMethod(points=4), True),
+        (AwqMethod(points=4, clip=False), False),
+        (GptqMethod(scaling="awq"), True),
+        (GptqMethod(scaling="awq", grid="minmax"), False),
+    ],
+    ids=str,
+)
+def test_candidates_are_judged_by_the_rounding_that_follows(layer: Layers, method: Method, searched: bool) -> None:
+    weight, inputs = layer(9)
+    inputs, fmt = salient(inputs), CtPacked(bits=3, group_size=64)
+    seen = InputStatistics(weight.shape[1])
+    seen.add(inputs)
+    choice = method.choose_scales(weight, fmt, seen, untied)
+    hessian = seen.require_hessian()
+    energy = float(output_energy(weight, hessian).sum())
+    for scales, found in ((choice.scales, choice.loss), (torch.ones_like(choice.scales), choice.identity_loss)):
+        divided = hessian / scales / scales[:, None]
+        scaled = weight * scales
+        rounded = search_grid(scaled, fmt, divided, COARSE) if searched else fmt.quantize(scaled)
+        assert found == pytest.approx(float(output_loss(scaled, rounded, divided).sum()) / energy, rel=0.01)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

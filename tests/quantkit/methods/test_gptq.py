@@ -156,7 +156,13 @@ def test_dead_columns(layer: Layers) -> None:
     for order in ORDERS:
         result = quantize_layer(weight, Gptq(group_size=64), inputs.T @ inputs, GptqMethod(order=order))
         assert float(result.loss.sum()) < 0.8 * float(result.rounding_loss.sum())
-        assert bool(torch.isfinite(result.quantized.dequantize()).all())
+        decoded, dead = result.quantized.dequantize(), [7, *range(100, 110)]
+        assert bool(torch.isfinite(decoded).all())
+        step = result.quantized.scales.float()[:, result.quantized.input_groups()][:, dead]
+        assert bool(((decoded - weight)[:, dead].abs() <= 8 * step).all())
+        inside = weight[:, dead].abs() < 7 * step  # not cut off: at its nearest code, since other text may need it
+        assert bool(((decoded - weight)[:, dead].abs() <= 0.501 * step)[inside].all())
+        assert bool(decoded[:, dead].any())
 
 
 def test_layers_that_calibration_never_reached_are_plainly_rounded_and_say_so(layer: Layers) -> None:

@@ -14,7 +14,14 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.formats import CtPacked, IntegerWeight
 from quantkit.methods.awq import AwqMethod
 from quantkit.methods.statistics import InputStatistics
-from quantkit.passes.folding import divide_norm, divide_outputs, producer_scales, tied_heads
+from quantkit.passes.folding import (
+    column_scales,
+    divide_bias,
+    divide_norm,
+    divide_outputs,
+    producer_scales,
+    tied_heads,
+)
 from quantkit.passes.group import BlockQuantizer
 from quantkit.stages import Stage
 from tiny_models import WITH_EXPERTS
@@ -64,8 +71,11 @@ def width(part: BlockPart, stage: Stage) -> int:
 def scale(work: BlockQuantizer, part: BlockPart, stage: Stage, seed: int) -> None:
     """What `BlockQuantizer.quantize` does before it rounds."""
     linears = [part.block.get_submodule(name) for name in stage.names]
-    divisor, notes = work._scale(part.block, stage, linears, FORMAT, statistics(width(part, stage), seed))
+    weights = [linear.get_parameter("weight").detach() for linear in linears]
+    divisor, notes = work._scale(part.block, stage, weights, FORMAT, statistics(width(part, stage), seed))
     assert divisor is not None, notes
+    for weight in weights:
+        weight *= divisor
     assert float(divisor.max() / divisor.min()) > 2
 
 
@@ -175,6 +185,7 @@ def test_tied_heads_match_how_attention_repeats_values(queries: int) -> None:
     rows = producer_scales(scales, values * head, head)
     repeated = rows.view(values, head).repeat_interleave(queries, 0).flatten()
     assert torch.equal(repeated, scales)
+    assert torch.equal(column_scales(rows, len(scales), head), scales)
     assert torch.allclose(tie(scales), scales)
 
 
@@ -205,12 +216,14 @@ def test_only_the_last_outputs_are_divided() -> None:
     linear = nn.Linear(8, 6)
     weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
     scales = torch.tensor([2.0, 4.0])
-    divide_outputs(linear, scales, torch.float32)
+    assert torch.equal(divide_outputs(linear, scales, torch.float32), scales)
+    assert divide_bias(linear, scales, torch.float32)
     assert torch.equal(linear.weight[:4], weight[:4])
     assert torch.equal(linear.weight[4:], weight[4:] / scales[:, None])
     assert torch.equal(linear.bias, torch.cat([bias[:4], bias[4:] / scales]))
     divide_outputs(linear, torch.tensor([3.0]), torch.bfloat16)
     assert torch.equal(linear.weight[5], (weight[5] / 4 / 3).bfloat16().float())
+    assert not divide_bias(nn.Linear(8, 6, bias=False), scales, torch.float32)
 
 
 def test_every_family_folds_every_stage() -> None:
