@@ -212,7 +212,12 @@ def _rotate_codes(
 
 
 def launch_rotate_codes(
-    tensors: tuple[Tensor | None, ...], limits: tuple[int, int], eps: float, constants: dict[str, Any], group: int, warps: int
+    tensors: tuple[Tensor | None, ...],
+    limits: tuple[int, int],
+    eps: float,
+    constants: dict[str, Any],
+    group: int,
+    warps: int,
 ) -> None:
     """Launches what `rotate_and_cache` has checked; `tensors` are the kernel's arguments in their order, `limits` the
     positions of the tables and the slots of the caches."""

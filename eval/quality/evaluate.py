@@ -36,20 +36,23 @@ def evaluate(
     seed: int = 0,
     watch: Watch = _unwatched,
     head_bits: int | None = None,
+    kv_dtype: str | None = None,
     **how: Any,
 ) -> QualityResult:
     """Perplexity of a model, quantized or not, with 95 % intervals; with `base` also how far their predictions differ.
 
     `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
     the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
-    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone.
+    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone, and
+    `kv_dtype` is the KV cache of `model` alone.
     """
     check_source(text)
     device = resolve_device(device)
     for one in (model, base or model):
         model_folder(one)  # what is not there is told before minutes of loading
     with watch("loading") as advance:
-        predictor = load_predictor(model, window=window, device=device, head_bits=head_bits, on_part=advance, **how)
+        own: dict[str, Any] = {"head_bits": head_bits, "kv_dtype": kv_dtype}
+        predictor = load_predictor(model, window=window, device=device, on_part=advance, **own, **how)
     windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows)
     reference = None
     if base is not None:

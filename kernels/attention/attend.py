@@ -278,7 +278,8 @@ def attend(
         bound = page_table.shape[1] * layout.page_size if max_context is None else max_context
         pairs, card = sequences * layout.kv_heads, card_of(q.device)
         kind = (layout.padded_dim, layout.dtype.itemsize, chosen.decode_rows)
-        config = decode or decode_config(*kind, pairs, card.processors, card)
+        integers = layout.codes is not None
+        config = decode or decode_config(*kind, pairs, card.processors, card, integers=integers)
         parts = splits or choose_splits(pairs, bound, card.processors * config.programs_per_sm, config.block_n)
         needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
         space = _scratch_for(scratch, q.device, needed)
@@ -290,7 +291,8 @@ def attend(
         )
         if prefill is None and fast and max_queries * group >= hopper.FEWEST_ROWS:
             prefill = HopperPrefillConfig()
-        way = prefill or prefill_config(layout.padded_dim, card_of(q.device))
+        halves = layout.codes is not None and layout.codes.bits == 4
+        way = prefill or prefill_config(layout.padded_dim, card_of(q.device), halves=halves)
         if isinstance(way, PrefillConfig):
             launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)
         elif fast:

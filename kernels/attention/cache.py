@@ -6,7 +6,7 @@ Layout   keys and values, each [pages, kv_heads, page_size, head_dim], contiguou
          slot t % page_size; entries past the context (and in front of a sliding window) are never read
          a cache of integers has its codes here, int8 or (half as many) uint8, with the words behind those of a page and
          head: `integer_codes.py`
-Limits   head_dim 64, 96, 128 or 256; page_size a power of two, 16 or more; bfloat16, float16, float8_e4m3fn or integers
+Limits   head_dim 64, 96, 128 or 256; page_size a power of two, 16 or more; bfloat16, float16, float8_e4m3fn, integers
 
 A cache in float8_e4m3fn holds value / scale with one float32 scale per KV head, for keys and for values: k_scale, v_scale
 [kv_heads]. Those of a cache of integers are its words, [pages, kv_heads, page_size].

@@ -1,7 +1,7 @@
 """Caches of integers: how many bytes a token takes, and how a page holds them.
 
-Layout   pages are uint8 [..., page_size, token_bytes]. The bytes of one KV head in one page are two planes: the codes of
-         all its tokens, then their words
+Layout   pages are uint8 [..., page_size, token_bytes]. The bytes of one KV head in one page are two planes: the codes
+         of all its tokens, then their words
            int8   codes int8 [page_size, head_dim],        words float32 [page_size]
            int4   codes uint8 [page_size, head_dim / 2],   words int64 [page_size]
 Meaning  `reference.integer_codes`
@@ -42,7 +42,7 @@ class IntegerCodes:
         return self.row_bytes(head_dim) + self.word.itemsize
 
     def planes(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of pages [..., page_size, token_bytes]: codes [..., page_size, row_bytes] and words [..., page_size]."""
+        """Views of pages [..., page_size, token_bytes]: codes [..., page_size, row_bytes], words [..., page_size]."""
         page_size, width = pages.shape[-2:]
         codes = page_size * (width - self.word.itemsize)
         raw = pages.flatten(-2)

@@ -60,4 +60,5 @@ def decode(codes: Tensor, words: Tensor, dtype: torch.dtype = torch.float32) -> 
     parts = words.contiguous()[..., None].view(torch.float16).to(dtype).unflatten(-1, (2, 2))  # scale and middle
     scale, middle = parts.unbind(-1)
     halves = torch.stack((codes & 15, codes >> 4), -2).to(dtype) - 8
-    return (halves * scale[..., None] + middle[..., None]).flatten(-2)
+    numbers: Tensor = halves * scale[..., None] + middle[..., None]
+    return numbers.flatten(-2)
