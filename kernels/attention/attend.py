@@ -97,7 +97,7 @@ def _check_scales(layout: CacheLayout, k_scale: Tensor | None, v_scale: Tensor |
         raise InputError(f"attention: a {str(layout.dtype)[6:]} cache needs k_scale and v_scale, one per KV head")
     if layout.codes is not None:
         if k_scale is None or v_scale is None:
-            raise InputError(f"attention: a {layout.codes.name} cache needs k_scale and v_scale, its words")
+            raise InputError(f"attention: a cache of {layout.codes.name} needs k_scale and v_scale, its words")
         check_words("k_scale", k_scale, layout)
         check_words("v_scale", v_scale, layout)
         return

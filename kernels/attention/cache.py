@@ -8,8 +8,8 @@ Layout   keys and values, each [pages, kv_heads, page_size, head_dim], contiguou
          head: `integer_codes.py`
 Limits   head_dim 64, 96, 128 or 256; page_size a power of two, 16 or more; bfloat16, float16, float8_e4m3fn, integers
 
-A cache in float8_e4m3fn holds value / scale with one float32 scale per KV head, for keys and for values: k_scale, v_scale
-[kv_heads]. Those of a cache of integers are its words, [pages, kv_heads, page_size].
+A cache in float8_e4m3fn holds value / scale with one float32 scale per KV head, for keys and for values: k_scale,
+v_scale [kv_heads]. Those of a cache of integers are its words, [pages, kv_heads, page_size].
 """
 
 from __future__ import annotations

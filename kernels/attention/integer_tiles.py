@@ -106,7 +106,8 @@ def join_halves(low, high, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 @triton.jit
 def channels(HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BITS: tl.constexpr):
-    """Which element of a head each of PADDED_DIM columns is, and whether it is one; of 4 bits both halves are padded."""
+    """Which element of a head each of PADDED_DIM columns is, and whether it is one; with 4 bits, each half is
+    padded."""
     column = tl.arange(0, PADDED_DIM)
     if BITS == 4:
         half: tl.constexpr = PADDED_DIM // 2

@@ -57,7 +57,10 @@ def load_rows(cache, offsets, inside, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.con
     inside = inside[:, None]
     if HEAD_DIM != PADDED_DIM:
         inside = inside & (columns < HEAD_DIM)[None, :]
-    return tl.load(cache + offsets[:, None] + columns[None, :], mask=inside, other=0)
+    if cache.dtype.element_ty.is_floating():
+        return tl.load(cache + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+    else:
+        return tl.load(cache + offsets[:, None] + columns[None, :], mask=inside, other=0)
 
 
 @triton.jit
