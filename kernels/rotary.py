@@ -7,12 +7,13 @@ Layout   qkv        [tokens, (heads + 2 * kv_heads) * head_dim], the heads of q,
          q_norm, k_norm  [head_dim], RMS norm of each head of q and k before rope; both or neither
          caches     [pages, kv_heads, page_size, head_dim], head_dim contiguous, both with the same strides
          slots      [tokens] int64, page * page_size + offset; a negative slot (padding) writes nothing
-         scales     [kv_heads] float32, one for a head of k or v; only for caches of 8 bits
+         scales     [kv_heads] float32, one for a head of k or v; only for caches in float8_e4m3fn. Those of caches of
+                    integers are their words, which are written: see `rotary_codes.py`
 Returns  q [tokens, heads, head_dim], a tensor of its own: qkv is not changed
 Meaning  `reference.elementwise.rotate_and_cache`. The norm rounds as in `norm.py`; rope is done in float32 and rounded
          once (transformers rounds cos, sin and both products to the model's dtype before the sum, which is less exact);
          8-bit caches hold the float32 result divided by its scale, rounded to nearest even, saturated
-Limits   bfloat16, float16 or float32; caches in the same dtype or float8_e4m3fn; head_dim 64, 96, 128 or 256.
+Limits   bfloat16, float16 or float32; caches in the same dtype, float8_e4m3fn or integers; head_dim 64, 96, 128 or 256.
          A position outside the tables takes their nearest row, a slot outside the caches is not written: checking
          either on the host would stall the GPU
 """
@@ -25,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.attention.integer_codes import BY_DTYPE
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.checks import (
     HALVES,
@@ -35,6 +37,7 @@ from quantkit.kernels.checks import (
     check_same_device,
     check_shape,
 )
+from quantkit.kernels.rotary_codes import launch_rotate_codes
 
 HEAD_DIMS = (64, 96, 128, 256)
 _KERNEL = "rotate_and_cache"
@@ -223,31 +226,27 @@ def rotate_and_cache(
     rotary_dim = 2 * cos.shape[1]
     # Few tokens: many small programs, one warp each. Many tokens: fewer, larger ones.
     group, warps = (4, 1) if tokens <= 64 else (16, 4)
+    tensors = (qkv, positions, cos, sin, q_norm, k_norm, out, keys, values, key_scales, value_scales, slots)
+    constants = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "ROTARY_DIM": rotary_dim,
+        "NORM": q_norm is not None,
+        "PLUS_ONE": plus_one,
+    }
+    if keys.dtype in BY_DTYPE:
+        launch_rotate_codes(tensors, (cos.shape[0], pages * page_size), eps, constants, group, warps)
+        return out
     _rotate[(tokens, triton.cdiv(heads + 2 * kv_heads, group))](
-        qkv,
-        positions,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        out,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        slots,
+        *tensors,
         qkv.stride(0),
         *keys.stride()[:3],
         cos.shape[0],
         pages * page_size,
         page_size,
         eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim,
-        NORM=q_norm is not None,
-        PLUS_ONE=plus_one,
+        **constants,
         SCALED=key_scales is not None,
         GROUP=group,
         HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
@@ -260,22 +259,28 @@ def rotate_and_cache(
 
 def _check_caches(keys: Tensor, values: Tensor, scales: dict[str, Tensor | None], dtype: torch.dtype) -> torch.Size:
     check_shape(_KERNEL, "keys", keys, (None, None, None, None))
-    check_limit(_KERNEL, "head_dim", keys.shape[3], HEAD_DIMS)
+    codes = BY_DTYPE.get(keys.dtype)
+    head_dim = keys.shape[3] if codes is None else keys.shape[3] * 8 // codes.bits
+    check_limit(_KERNEL, "head_dim", head_dim, HEAD_DIMS)
     check_shape(_KERNEL, "values", values, keys.shape)
     check_rows(_KERNEL, "keys", keys)
     if keys.stride() != values.stride():
         raise InputError(f"{_KERNEL}: keys have strides {keys.stride()}, values {values.stride()}; must be the same")
-    check_dtype(_KERNEL, "keys", keys, (dtype, torch.float8_e4m3fn))
+    check_dtype(_KERNEL, "keys", keys, (dtype, torch.float8_e4m3fn, *BY_DTYPE))
     check_dtype(_KERNEL, "values", values, (keys.dtype,))
     for name, scale in scales.items():
         if (scale is None) != (keys.dtype == dtype):
             need = "must not have" if scale is not None else "need"
             raise InputError(f"{_KERNEL}: caches of {str(keys.dtype)[6:]} {need} {name}")
-        if scale is not None:
+        if scale is not None and codes is not None:
+            check_dtype(_KERNEL, name, scale, (codes.word,))
+            check_shape(_KERNEL, name, scale, keys.shape[:3])
+            check_rows(_KERNEL, name, scale)
+        elif scale is not None:
             check_dtype(_KERNEL, name, scale, (torch.float32,))
             check_shape(_KERNEL, name, scale, (keys.shape[1],))
             check_contiguous(_KERNEL, name, scale)
-    return keys.shape
+    return torch.Size((*keys.shape[:3], head_dim))
 
 
 def _check_rows_of_tokens(qkv: Tensor, positions: Tensor, slots: Tensor, width: int) -> None:

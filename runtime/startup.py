@@ -152,7 +152,7 @@ def build_engine(
 
         def make_drafter(model: DraftModel) -> ModelDrafter:
             decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
-            cache = allocate_draft_cache(model.config, runner.cache, dtype)
+            cache = allocate_draft_cache(model.config, runner.cache)
             rows, graphs = runner.device_rows.alone(), runner.graphs
             assert options.speculation is not None
             loop = DraftLoop(

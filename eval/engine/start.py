@@ -100,7 +100,7 @@ def _started(engine: Engine, model: str, described: str, stages: Stages, first: 
         model=model,
         format=described if engine.options.head_bits is None else f"{described}, head {engine.options.head_bits} bit",
         dtype=str(engine.runner.decoder.weights.dtype)[6:],
-        kv_dtype=str(engine.runner.cache.pages.dtype)[6:],
+        kv_dtype=engine.runner.cache.kind.label,
         stages=stages.seconds,
         process_to_first_token=seconds_since_process_start() if first else None,
         weights=engine.memory.weights,

@@ -29,14 +29,18 @@ def explain(plan: ServingPlan) -> list[Line]:
 
 
 def _cache(plan: ServingPlan) -> Iterator[Line]:
-    cache, item, context = plan.model.cache, plan.question.itemsize, plan.question.context
+    cache, context = plan.model.cache, plan.question.context
+    item = plan.question.itemsize(cache)
     yield "one layer, one token", f"{cache.formula} = {cache.per_layer:,} numbers ({cache.kind})"
-    size = cache.per_token * item
-    yield "cache of a token", f"{cache.layers} layers x {cache.per_layer:,} x {item} bytes = {size:,} bytes"
+    size = int(cache.per_token * item)
+    yield "cache of a token", f"{cache.layers} layers x {cache.per_layer:,} x {float(item):g} bytes = {size:,} bytes"
     yield "cache of a request", f"{context:,} tokens x {size:,} = {_gb(context * size)}"
     if cache.slides(context):
         sees = f"{cache.seen(context):,} tokens seen, summed over layers"
-        yield "cache read for a token", f"{sees} x {cache.per_layer:,} x {item} = {_gb(cache.read(context) * item)}"
+        yield (
+            "cache read for a token",
+            f"{sees} x {cache.per_layer:,} x {float(item):g} = {_gb(int(cache.read(context) * item))}",
+        )
 
 
 def _weights(decoder: Decoder, found: FormatPlan) -> Iterator[Line]:

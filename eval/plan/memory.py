@@ -7,6 +7,7 @@ keeps the two equal.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -90,7 +91,7 @@ def reserve_of(decoder: Decoder, tensor: int = 1) -> Reserve:
     )
 
 
-def fit(gpu: Gpu, weights: WeightPlan, reserve: Reserve, cache: Cache, itemsize: int, context: int) -> Fit:
+def fit(gpu: Gpu, weights: WeightPlan, reserve: Reserve, cache: Cache, itemsize: Fraction, context: int) -> Fit:
     """The engine keeps every token in every layer, those outside a sliding window too."""
     return Fit(
         gpu=gpu.name,
@@ -98,6 +99,6 @@ def fit(gpu: Gpu, weights: WeightPlan, reserve: Reserve, cache: Cache, itemsize:
         available=int(gpu.memory * SHARE),
         weights=weights.bytes,
         reserve=reserve.total,
-        page_bytes=cache.per_token * itemsize * PAGE,
+        page_bytes=int(cache.per_token * itemsize * PAGE),
         pages_per_request=-(-context // PAGE),
     )

@@ -26,6 +26,7 @@ class Cache:
 
     kind: str  # MHA, GQA, MQA or MLA
     per_layer: int  # numbers that one layer keeps of one token
+    width: int  # of which so many are one head, or all a latent
     windows: tuple[int | None, ...]  # of every layer: how many tokens it sees; None: all
     formula: str  # of `per_layer`, with its numbers
 
@@ -191,7 +192,7 @@ def _cache(config: Config, known: ModelConfig | None) -> Cache:
     if latent is not None or all(config.get(key) for key in _LATENT_KEYS):
         rank, rope = (latent.rank, latent.rope) if latent else (_whole(config, key) for key in _LATENT_KEYS)
         formula = f"kv_lora_rank {rank} + qk_rope_head_dim {rope}"
-        return Cache("MLA", rank + rope, (None,) * _whole(config, "num_hidden_layers"), formula)
+        return Cache("MLA", rank + rope, rank + rope, (None,) * _whole(config, "num_hidden_layers"), formula)
     heads = _whole(config, "num_attention_heads")
     kv_heads = _whole(config, next(key for key in _KV_KEYS if config.get(key)))
     if known is not None:
@@ -201,7 +202,7 @@ def _cache(config: Config, known: ModelConfig | None) -> Cache:
         head_dim = size if isinstance(size, int) and size > 0 else _whole(config, "hidden_size") // heads
         windows = _windows(config, _whole(config, "num_hidden_layers"))
     kind = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
-    return Cache(kind, 2 * kv_heads * head_dim, windows, f"2 x {kv_heads} kv heads x {head_dim}")
+    return Cache(kind, 2 * kv_heads * head_dim, head_dim, windows, f"2 x {kv_heads} kv heads x {head_dim}")
 
 
 def _windows(config: Config, layers: int) -> tuple[int | None, ...]:

@@ -70,9 +70,10 @@ class Spread:
         """Of the rank that holds most."""
         return max(stage.shard.weights.bytes for stage in self.stages)
 
-    def cache_bytes(self, itemsize: int) -> int:
+    def cache_bytes(self, question: Question) -> int:
         """Of one token, on the rank that holds most."""
-        return max(stage.shard.cache.per_token for stage in self.stages) * itemsize
+        caches = [stage.shard.cache for stage in self.stages]
+        return max(int(cache.per_token * question.itemsize(cache)) for cache in caches)
 
     @property
     def requests(self) -> int:
@@ -236,7 +237,7 @@ def plan_parallel(
 def _spread(decoder: Decoder, chosen: Chosen, gpu: Gpu, question: Question, layouts: Sequence[Ranks]) -> SpreadFormat:
     cache = spread(decoder, chosen, Ranks(), gpu, question).stages[0].shard.cache
     width, prompts = decoder.attention_width, decoder.prompt_width
-    one = Ceiling(cache, width, weigh(chosen, decoder), gpu, question.itemsize, prompts)
+    one = Ceiling(cache, width, weigh(chosen, decoder), gpu, question.itemsize(cache), prompts)
     spreads = {ranks: spread(decoder, chosen, ranks, gpu, question) for ranks in layouts}
     experts = any(asked.experts for asked in layouts)
     for ranks in (other for asked in layouts for other in (Ranks(asked.world, experts=experts), Ranks(1, asked.world))):
@@ -259,10 +260,15 @@ def _stages(decoder: Decoder, chosen: Chosen, ranks: Ranks, gpu: Gpu, question: 
     for stage in range(ranks.pipeline):
         part = shard(decoder, chosen, replace(ranks, rank=stage * ranks.tensor))
         room = fit(
-            gpu, part.weights, reserve_of(part.decoder, ranks.tensor), part.cache, question.itemsize, question.context
+            gpu,
+            part.weights,
+            reserve_of(part.decoder, ranks.tensor),
+            part.cache,
+            question.itemsize(part.cache),
+            question.context,
         )
         width, prompts = part.decoder.attention_width, part.decoder.prompt_width
-        ceiling = Ceiling(part.cache, width, part.weights, gpu, question.itemsize, prompts)
+        ceiling = Ceiling(part.cache, width, part.weights, gpu, question.itemsize(part.cache), prompts)
         yield Stage(part, room, ceiling)
 
 

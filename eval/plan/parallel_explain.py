@@ -49,10 +49,10 @@ def _weights(plan: ParallelPlan, stage: Stage) -> Iterator[Line]:
 
 
 def _room(plan: ParallelPlan, here: Spread) -> Iterator[Line]:
-    item = plan.question.itemsize
     tightest = min(here.stages, key=lambda stage: stage.fit.pages)
     cache, room = tightest.shard.cache, tightest.fit
-    size = f"{cache.layers} layers x {cache.formula} x {item} bytes = {cache.per_token * item:,} bytes"
+    item = plan.question.itemsize(cache)
+    size = f"{cache.layers} layers x {cache.formula} x {float(item):g} bytes = {int(cache.per_token * item):,} bytes"
     yield "cache of a token", f"{size} on a rank"
     left = f"{_gb(room.available)} - {_gb(room.weights)} - {_gb(room.reserve)} for the engine = {_gb(room.cache)}"
     yield "left for the cache", f"{left} (stage {tightest.shard.ranks.stage})"

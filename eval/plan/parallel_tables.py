@@ -58,7 +58,7 @@ def _memory(plan: ParallelPlan) -> Table:
     for ranks in plan.layouts:
         spreads = [found.spreads[ranks] for found in plan.formats]
         sizes = (f"{here.weight_bytes / 1e9:.2f}" for here in spreads)
-        cache = f"{spreads[0].cache_bytes(plan.question.itemsize):,}"
+        cache = f"{spreads[0].cache_bytes(plan.question):,}"
         rows.append((str(ranks.world), title_of(ranks), cache, *sizes))
     return Table(f"{plan.model.name}: GB of weights on a rank", columns, rows, "Of the rank that holds most.")
 
@@ -230,7 +230,7 @@ def _format_dict(plan: ParallelPlan, found: SpreadFormat, ranks: Ranks) -> dict[
         "name": found.name,
         "scheme": found.chosen.scheme,
         "weight_bytes_per_rank": here.weight_bytes,
-        "cache_bytes_per_token_and_rank": here.cache_bytes(question.itemsize),
+        "cache_bytes_per_token_and_rank": here.cache_bytes(question),
         "requests": here.requests,
         "boundary_bytes_per_token": here.boundary_bytes,
         "micro_batches": here.micro_batches,

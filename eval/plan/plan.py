@@ -94,6 +94,7 @@ class ServingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         cache = self.model.cache
+        item = self.question.itemsize(cache)
         return {
             "model": {
                 "name": self.model.name,
@@ -106,9 +107,9 @@ class ServingPlan:
             "cache": {
                 "kind": cache.kind,
                 "layers": cache.layers,
-                "bytes_per_token": cache.per_token * self.question.itemsize,
-                "bytes_per_request": cache.per_token * self.question.itemsize * self.question.context,
-                "bytes_read_per_token": cache.read(self.question.context) * self.question.itemsize,
+                "bytes_per_token": int(cache.per_token * item),
+                "bytes_per_request": int(cache.per_token * item) * self.question.context,
+                "bytes_read_per_token": int(cache.read(self.question.context) * item),
             },
             "gpu": asdict(self.gpu),
             "reserve": asdict(self.reserve) | {"total": self.reserve.total} if self.reserve else None,
@@ -138,7 +139,8 @@ def plan_serving(
     formats = _formats(model, model.decoder, rows, gpu, question, reserve)
     requests = {
         name: {
-            row.name: fit(one, row, reserve, model.cache, question.itemsize, question.context).requests for row in rows
+            row.name: fit(one, row, reserve, model.cache, question.itemsize(model.cache), question.context).requests
+            for row in rows
         }
         for name, one in gpus.items()
     }
@@ -150,13 +152,13 @@ def _formats(
     model: PlannedModel, decoder: Decoder, rows: Sequence[WeightPlan], gpu: Gpu, question: Question, reserve: Reserve
 ) -> tuple[FormatPlan, ...]:
     widths = decoder.attention_width, decoder.prompt_width
-    ceilings = [Ceiling(model.cache, widths[0], row, gpu, question.itemsize, widths[1]) for row in rows]
+    ceilings = [Ceiling(model.cache, widths[0], row, gpu, question.itemsize(model.cache), widths[1]) for row in rows]
     context = question.context
     return tuple(
         FormatPlan(
             weights=row,
             ceiling=ceiling,
-            fit=(found := fit(gpu, row, reserve, model.cache, question.itemsize, context)),
+            fit=(found := fit(gpu, row, reserve, model.cache, question.itemsize(model.cache), context)),
             speeds=tuple(_speed(ceiling, ceilings[0], batch, found, question) for batch in question.batches),
             prefill_tokens_per_second=context / ceiling.prefill_seconds(context),
             bandwidth_bound_up_to=ceiling.bandwidth_bound_up_to(context),
@@ -179,8 +181,9 @@ def _warnings(model: PlannedModel, question: Question, gpu: Gpu, formats: Sequen
         made_for = f"{model.max_positions:,} that this model was made for"
         yield f"a context of {question.context:,} tokens is more than the {made_for}"
     if model.cache.slides(question.context):
-        held = model.cache.per_token * question.itemsize * question.context
-        read = model.cache.read(question.context) * question.itemsize
+        item = question.itemsize(model.cache)
+        held = int(model.cache.per_token * item) * question.context
+        read = int(model.cache.read(question.context) * item)
         yield (
             f"sliding layers read {read / 1e9:.2f} GB of a request's cache, but quantkit's engine keeps all "
             f"{held / 1e9:.2f} GB of it: room is counted by what is kept, speed by what is read"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
 
 from quantkit.errors import InputError, did_you_mean
+from quantkit.eval.plan.model import Cache
 from quantkit.eval.plan.roofline import MAX_BATCH, mean_context
+from quantkit.runtime.core.kv_dtypes import KV_DTYPES, check_kv_dtype, kv_kind
 
-KV_ITEMSIZES = {"auto": 2, "fp8": 1}  # bytes; the runtime's --kv-dtype
 ANSWER = 256  # tokens, as `quantkit bench engine` has it
 
 
@@ -22,8 +26,8 @@ class Question:
     answer: int | None = None  # tokens of the context that are the answer; None: ANSWER, at most half the context
 
     def __post_init__(self) -> None:
-        if self.kv_dtype not in KV_ITEMSIZES:
-            raise InputError(f"unknown kv dtype '{self.kv_dtype}'; {did_you_mean(self.kv_dtype, KV_ITEMSIZES)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise InputError(f"unknown kv dtype '{self.kv_dtype}'; {did_you_mean(self.kv_dtype, KV_DTYPES)}")
         if self.context < 1:
             raise InputError(f"--context is {self.context}, but must be 1 or more tokens")
         if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
@@ -51,6 +55,7 @@ class Question:
         """Of the steps of a request; the first token comes with the prompt."""
         return mean_context(self.prompt, self.new)
 
-    @property
-    def itemsize(self) -> int:
-        return KV_ITEMSIZES[self.kv_dtype]
+    def itemsize(self, cache: Cache) -> Fraction:
+        """Bytes that a cache takes for each of its numbers, what says what codes mean included."""
+        check_kv_dtype(self.kv_dtype, (1 if cache.kind == "MLA" else 2, 1, cache.width))
+        return Fraction(kv_kind(self.kv_dtype, torch.bfloat16).token_bytes(cache.width), cache.width)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from quantkit.eval.plan.gpus import Gpu
 from quantkit.eval.plan.model import Cache
@@ -48,7 +49,7 @@ class Ceiling:
     attention_width: int  # query heads times their size
     weights: WeightPlan
     gpu: Gpu
-    cache_itemsize: int = 2  # bytes of a number in the cache
+    cache_itemsize: Fraction = Fraction(2)  # bytes of a number in the cache
     prompt_width: int | None = None  # of attention in whole prompts; None: as in a step
 
     @property
@@ -58,7 +59,7 @@ class Ceiling:
 
     def cache_bytes(self, context: int) -> int:
         """That one request of so many tokens has read for its next one."""
-        return self.cache.read(context) * self.cache_itemsize
+        return int(self.cache.read(context) * self.cache_itemsize)
 
     def attention_operations(self, pairs: int) -> int:
         """Query times key and score times value: a product and a sum each."""

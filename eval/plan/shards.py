@@ -140,4 +140,4 @@ def _cache(local: Decoder) -> Cache:
     config = local.config
     kinds, heads, width = config.cache_entry
     formula = f"a latent and its key of {width}" if config.latent else f"{kinds} x {heads} kv heads x {width}"
-    return Cache("rank", config.kept_numbers, config.windows, formula)
+    return Cache("MLA" if config.latent else "rank", config.kept_numbers, width, config.windows, formula)

@@ -37,6 +37,7 @@ def evaluate(
     seed: int = 0,
     watch: Watch = _unwatched,
     head_bits: int | None = None,
+    kv_dtype: str | None = None,
     start_token: bool = True,
     null_kl: bool = False,
     **how: Any,
@@ -45,16 +46,18 @@ def evaluate(
 
     `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
     the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
-    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone. `start_token`: windows begin
-    with the token that the tokenizer puts before every text, where it does. `null_kl`: also how far `base` is from
-    itself in float32, which is what the arithmetic alone adds to KL; `base` is loaded once more for it.
+    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone, and `kv_dtype` is the KV cache
+    of `model` alone. `start_token`: windows begin with the token that the tokenizer puts before every text, where it
+    does. `null_kl`: also how far `base` is from itself in float32, which is what the arithmetic alone adds to KL;
+    `base` is loaded once more for it.
     """
     check_source(text)
     device = resolve_device(device)
     for one in (model, base or model):
         model_folder(one)  # what is not there is told before minutes of loading
     with watch("loading") as advance:
-        predictor = load_predictor(model, window=window, device=device, head_bits=head_bits, on_part=advance, **how)
+        own: dict[str, Any] = {"head_bits": head_bits, "kv_dtype": kv_dtype}
+        predictor = load_predictor(model, window=window, device=device, on_part=advance, **own, **how)
     windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows, begin=start_token)
     reference = None
     if base is not None:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.kernels.attention import prefill_hopper as hopper
-from quantkit.kernels.attention.cache import EIGHT_BIT, LARGEST_GROUP, CacheLayout, layout_of
+from quantkit.kernels.attention.cache import EIGHT_BIT, LARGEST_GROUP, CacheLayout, check_words, layout_of
 from quantkit.kernels.attention.decode import launch_decode
 from quantkit.kernels.attention.decode_plan import (
     LARGEST_ROWS,
@@ -95,6 +95,12 @@ def _check_scales(layout: CacheLayout, k_scale: Tensor | None, v_scale: Tensor |
         raise InputError("attention: k_scale and v_scale must be given together")
     if layout.dtype == EIGHT_BIT and k_scale is None:
         raise InputError(f"attention: a {str(layout.dtype)[6:]} cache needs k_scale and v_scale, one per KV head")
+    if layout.codes is not None:
+        if k_scale is None or v_scale is None:
+            raise InputError(f"attention: a cache of {layout.codes.name} needs k_scale and v_scale, its words")
+        check_words("k_scale", k_scale, layout)
+        check_words("v_scale", v_scale, layout)
+        return
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             check_dtype("attention", name, scale, (torch.float32,))
@@ -122,7 +128,7 @@ def _check_queries(q: Tensor, out: Tensor, layout: CacheLayout) -> None:
     check_dtype("attention", "out", out, (q.dtype,))
     check_shape("attention", "out", out, tuple(q.shape))
     check_rows("attention", "out", out)
-    if layout.dtype != EIGHT_BIT:
+    if layout.dtype != EIGHT_BIT and layout.codes is None:
         check_dtype("attention", "the cache", torch.empty(0, dtype=layout.dtype), (q.dtype,))
     _check_group(q.shape[1], layout.kv_heads)
 
@@ -171,7 +177,7 @@ def _check_tensors(
     v_scale: Tensor | None,
     out: Tensor,
 ) -> CacheLayout:
-    layout = layout_of(cache_k, cache_v)
+    layout = layout_of(cache_k, cache_v, k_scale)
     _check_queries(q, out, layout)
     _check_batch(page_table, context_lengths, query_starts)
     _check_scales(layout, k_scale, v_scale)
@@ -272,7 +278,8 @@ def attend(
         bound = page_table.shape[1] * layout.page_size if max_context is None else max_context
         pairs, card = sequences * layout.kv_heads, card_of(q.device)
         kind = (layout.padded_dim, layout.dtype.itemsize, chosen.decode_rows)
-        config = decode or decode_config(*kind, pairs, card.processors, card)
+        integers = layout.codes is not None
+        config = decode or decode_config(*kind, pairs, card.processors, card, integers=integers)
         parts = splits or choose_splits(pairs, bound, card.processors * config.programs_per_sm, config.block_n)
         needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
         space = _scratch_for(scratch, q.device, needed)
@@ -284,7 +291,8 @@ def attend(
         )
         if prefill is None and fast and max_queries * group >= hopper.FEWEST_ROWS:
             prefill = HopperPrefillConfig()
-        way = prefill or prefill_config(layout.padded_dim, card_of(q.device))
+        halves = layout.codes is not None and layout.codes.bits == 4
+        way = prefill or prefill_config(layout.padded_dim, card_of(q.device), halves=halves)
         if isinstance(way, PrefillConfig):
             launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)
         elif fast:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.attention.cache import EIGHT_BIT, CacheLayout
+from quantkit.kernels.reference.integer_codes import encode
 
 _POISON = 2**30  # a page that no cache has
 
@@ -58,9 +59,14 @@ def random_batch(
         options |= {"k_scale": scales[0], "v_scale": scales[1]}
     if ancestors:
         options["ancestors"] = torch.tensor(_random_trees(new, seed), dtype=torch.int64, device=device)
-    keys, values = (_random_cache(layout, scale, generator) for scale in scales)
+    if layout.codes is None:
+        keys, values = (_random_cache(layout, scale, generator) for scale in scales)
+    else:
+        (keys, options["k_scale"]), (values, options["v_scale"]) = (_random_codes(layout, generator) for _ in range(2))
     table = _random_table(pages, layout.pages).to(device)
-    _poison_tails(keys, values, table, contexts, page_size)
+    poisoned = (keys, values) if layout.codes is None else (options["k_scale"], options["v_scale"])
+    for cache in poisoned:
+        _poison_tails(cache, table, contexts, page_size)
     starts = torch.tensor([0, *new]).cumsum(0)
     q = torch.randn(int(starts[-1]), kv_heads * group, head_dim, generator=generator, device=device, dtype=dtype)
     if sinks:
@@ -100,10 +106,20 @@ def _random_trees(new: Sequence[int], seed: int) -> list[int]:
     return seen
 
 
-def _poison_tails(keys: Tensor, values: Tensor, table: Tensor, contexts: Sequence[int], page_size: int) -> None:
+def _random_codes(layout: CacheLayout, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Codes and words of a cache of integers, as views of its pages."""
+    assert layout.codes is not None
+    shape = (*layout.shape[:3], layout.codes.token_bytes(layout.head_dim))
+    codes, words = layout.codes.planes(torch.empty(shape, dtype=torch.uint8, device=generator.device))
+    numbers = torch.randn(*layout.shape[:3], layout.head_dim, generator=generator, device=generator.device) + 0.3
+    for plane, part in zip((codes, words), encode(numbers, layout.codes), strict=True):
+        plane.copy_(part)
+    return codes, words
+
+
+def _poison_tails(cache: Tensor, table: Tensor, contexts: Sequence[int], page_size: int) -> None:
     """NaN in the rows of a last page that the context does not reach."""
     for row, context in enumerate(contexts):
         if context % page_size:
             page = int(table[row, context // page_size])
-            keys[page, :, context % page_size :] = float("nan")
-            values[page, :, context % page_size :] = float("nan")
+            cache[page, :, context % page_size :] = float("nan") if cache.is_floating_point() else -1  # NaN as well

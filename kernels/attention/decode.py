@@ -23,6 +23,19 @@ from torch import Tensor
 
 from quantkit.kernels.attention.cache import CacheLayout
 from quantkit.kernels.attention.decode_plan import MOST_NODES, DecodeConfig, Scratch
+from quantkit.kernels.attention.integer_tiles import (
+    VALUE_FACTOR,
+    bytes_to_half,
+    channels,
+    high_to_half,
+    join_halves,
+    load_half,
+    load_words,
+    low_to_half,
+    nibble_scores,
+    part_of_word,
+    scaled,
+)
 from quantkit.kernels.attention.tiles import (
     LOG2_E,
     LOWEST,
@@ -81,15 +94,25 @@ def _combine(
 
 @triton.jit
 def _store_rows(
-    out, values, first, head, out_token, out_head, rows, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, v_scale
+    out,
+    values,
+    first,
+    head,
+    out_token,
+    out_head,
+    rows,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    v_scale,
 ):
     """Row r of `values` is query head r % GROUP of new token r // GROUP."""
     row = tl.arange(0, values.shape[0])
-    columns = tl.arange(0, values.shape[1])
-    if v_scale is not None:
+    columns, real = channels(HEAD_DIM, values.shape[1], BITS)
+    if BITS == 0 and v_scale is not None:
         values = values * tl.load(v_scale + head)
     place = (first + row // GROUP).to(tl.int64) * out_token + (head * GROUP + row % GROUP) * out_head
-    inside = (row < rows)[:, None] & (columns < HEAD_DIM)[None, :]
+    inside = (row < rows)[:, None] & real[None, :]
     tl.store(out + place[:, None] + columns[None, :], values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -129,6 +152,11 @@ def _decode(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    ROW: tl.constexpr,
+    PADDED_ROW: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    HEAD_WORDS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     wait_for_last(CHAINED)
@@ -156,16 +184,18 @@ def _decode(
 
     row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, PADDED_DIM)
-    places = (first + row // GROUP).to(tl.int64) * q_token + (head * GROUP + row % GROUP) * q_head
-    queries = tl.load(
-        q + places[:, None] + columns[None, :], mask=(row < rows)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
-    )
-    queries = for_products(queries, cache_k)
+    places = q + (first + row // GROUP).to(tl.int64) * q_token + (head * GROUP + row % GROUP) * q_head
+    if BITS == 4:  # a half of the heads at a time, as the cache has them
+        queries = for_products(load_half(places, row < rows, ROW, PADDED_ROW), cache_k)
+        upper = for_products(load_half(places + ROW, row < rows, ROW, PADDED_ROW), cache_k)
+        lower_sum, upper_sum = tl.sum(queries.to(tl.float32), axis=1), tl.sum(upper.to(tl.float32), axis=1)
+    else:
+        queries = for_products(load_half(places, row < rows, HEAD_DIM, PADDED_DIM), cache_k)
     position = context - new + row // GROUP
     if ancestors is not None:
         bits = tl.load(ancestors + first + row // GROUP, mask=row < rows, other=0)
         bits = bits | (tl.full([BLOCK_M], 1, tl.int64) << OLD_BIT)
-    if k_scale is not None:
+    if BITS == 0 and k_scale is not None:
         scale = scale * tl.load(k_scale + head)
     steep = scale * LOG2_E if soft_cap is None else LOG2_E  # capped scores are scaled already
 
@@ -175,7 +205,11 @@ def _decode(
     if sinks is not None:  # a weight of 1 in the first split, as if that had seen a token without a value
         top = tl.where(split == 0, sink_scores(sinks, head, steep, GROUP, BLOCK_M), top)
         weights += tl.where((tl.arange(0, BLOCK_N) == 0) & (split == 0), 1.0, 0.0)[None, :]
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_ROW], tl.float32)
+    if BITS == 4:
+        upper_acc = tl.zeros([BLOCK_M, PADDED_ROW], tl.float32)
+        lower_middles = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed after the loop, too
+        upper_middles = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     pages = load_pages(table, begin, oldest, end, PAGE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         following = load_pages(table, start + BLOCK_N, oldest, end, PAGE, BLOCK_N)
@@ -183,10 +217,18 @@ def _decode(
         inside = tokens < end
         if window is not None:
             inside = inside & (tokens >= oldest)
-        offsets = row_offsets(pages, start, head, KV_HEADS, PAGE, HEAD_DIM, BLOCK_N, WIDE)
-        keys = load_rows(cache_k, offsets, inside, HEAD_DIM, PADDED_DIM)
-        values = load_rows(cache_v, offsets, inside, HEAD_DIM, PADDED_DIM)
-        scores = multiply(queries, tl.trans(keys.to(queries.dtype)))
+        offsets = row_offsets(pages, start, head, KV_HEADS, PAGE, ROW, HEAD_STRIDE, BLOCK_N, WIDE)
+        keys = load_rows(cache_k, offsets, inside, ROW, PADDED_ROW)
+        values = load_rows(cache_v, offsets, inside, ROW, PADDED_ROW)
+        if BITS != 0:
+            k_words = load_words(k_scale, pages, start, head, inside, KV_HEADS, PAGE, HEAD_WORDS, BLOCK_N, WIDE)
+            v_words = load_words(v_scale, pages, start, head, inside, KV_HEADS, PAGE, HEAD_WORDS, BLOCK_N, WIDE)
+        if BITS == 4:
+            scores = nibble_scores(queries, upper, lower_sum, upper_sum, keys, k_words)
+        elif BITS == 8:
+            scores = multiply(queries, tl.trans(bytes_to_half(keys))) * k_words[None, :]
+        else:
+            scores = multiply(queries, tl.trans(keys.to(queries.dtype)))
         if soft_cap is not None:
             scores = cap_scores(scores, scale, soft_cap)
         if ancestors is not None:
@@ -202,14 +244,30 @@ def _decode(
         shrink = tl.exp2((top - highest) * steep)
         weight = tl.exp2(scores * steep - (highest * steep)[:, None])
         weights = weights * shrink[:, None] + weight
-        acc = multiply_add(weight.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None])
+        if BITS == 4:
+            lower_middles = lower_middles * shrink[:, None] + weight * part_of_word(v_words, 1)[None, :]
+            upper_middles = upper_middles * shrink[:, None] + weight * part_of_word(v_words, 3)[None, :]
+            acc = multiply_add(scaled(weight, part_of_word(v_words, 0)), low_to_half(values), acc * shrink[:, None])
+            upper_acc = multiply_add(
+                scaled(weight, part_of_word(v_words, 2)), high_to_half(values), upper_acc * shrink[:, None]
+            )
+        elif BITS == 8:
+            acc = multiply_add(scaled(weight, v_words), bytes_to_half(values), acc * shrink[:, None])
+        else:
+            acc = multiply_add(weight.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None])
         top = highest
         pages = following
 
     total = tl.sum(weights, axis=1)
+    if BITS != 0:
+        acc = acc * (1.0 / VALUE_FACTOR)
+    if BITS == 4:
+        lower = acc + tl.sum(lower_middles, axis=1)[:, None]
+        upper_acc = upper_acc * (1.0 / VALUE_FACTOR) + tl.sum(upper_middles, axis=1)[:, None]
+        acc = join_halves(lower, upper_acc, BLOCK_M, PADDED_DIM)
     if used == 1:
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        _store_rows(out, acc, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, v_scale)
+        _store_rows(out, acc, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, BITS, v_scale)
     else:
         base = (pair * splits).to(tl.int64) * MAX_ROWS  # of this pair; its splits lie `rows` rows apart
         place = base + split * rows + row
@@ -220,7 +278,7 @@ def _decode(
         if tl.atomic_add(tickets + pair, 1, sem="acq_rel") == used - 1:
             tl.store(tickets + pair, 0)
             result = _combine(partial + base * PADDED_DIM, stats + base * 2, used, rows, ROWS, PADDED_DIM, CHUNK)
-            _store_rows(out, result, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, v_scale)
+            _store_rows(out, result, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, BITS, v_scale)
 
 
 def decode_constants(layout: CacheLayout, group: int, max_rows: int, config: DecodeConfig) -> dict[str, int]:

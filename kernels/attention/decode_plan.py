@@ -26,10 +26,20 @@ class DecodeConfig:
 
 
 def decode_config(
-    padded_dim: int, itemsize: int, rows: int, pairs: int, processors: int, card: Card = NO_GPU
+    padded_dim: int,
+    itemsize: int,
+    rows: int,
+    pairs: int,
+    processors: int,
+    card: Card = NO_GPU,
+    *,
+    integers: bool = False,
 ) -> DecodeConfig:
-    """The default that a card has room for: smaller tiles where shared memory is scarce."""
+    """The default that a card has room for: smaller tiles where shared memory is scarce, and over a cache of integers,
+    where a thread holds more sums."""
     config = favoured_config(padded_dim, itemsize, rows, pairs, processors)
+    if integers:
+        config = replace(config, block_n=min(config.block_n, 64 if rows <= 16 else 32))
     while config.block_n > 16 and _shared_bytes(config, padded_dim, itemsize, rows) > card.shared:
         config = replace(config, block_n=config.block_n // 2)
     return config

@@ -20,6 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.attention.cache import CacheLayout
+from quantkit.kernels.attention.integer_tiles import (
+    VALUE_FACTOR,
+    bytes_to_half,
+    channels,
+    high_to_half,
+    join_halves,
+    load_words,
+    low_to_half,
+    nibble_scores,
+    part_of_word,
+    scaled,
+)
 from quantkit.kernels.attention.tiles import (
     LOG2_E,
     LOWEST,
@@ -50,7 +62,7 @@ class PrefillConfig:
     max_registers: int | None = None  # of a thread; 128 lets two programs of 8 warps share a multiprocessor
 
 
-def prefill_config(padded_dim: int, card: Card = NO_GPU) -> PrefillConfig:
+def prefill_config(padded_dim: int, card: Card = NO_GPU, *, halves: bool = False) -> PrefillConfig:
     """The default for a head dimension. Where a warp holds its operands itself, tiles are smaller, or they would spill.
 
     Up to 128, two programs share a multiprocessor: one multiplies while the other weighs. On an H200, dim 128, pages of
@@ -58,7 +70,13 @@ def prefill_config(padded_dim: int, card: Card = NO_GPU) -> PrefillConfig:
     stages. A second loop without masks (192 / 1128 / 1300) or one program of 256 rows and 16 warps (193 / 1145 / 1288)
     lose on short prompts what they win on long ones; tiles of 32 keys (204 / 1279 / 1431 or more) and values one turn
     after their keys (211 / 1296 / 1520 or more) lose on all.
+
+    Over a cache of 4 bits a thread holds `halves` of heads and what they are shifted by, and tiles are smaller still.
     """
+    if halves:
+        from_shared = card is NO_GPU or card.multiplies_from_shared
+        rows = 128 if from_shared and padded_dim < 256 else 64
+        return PrefillConfig(block_m=rows, block_n=32, num_warps=8 if from_shared else 4, num_stages=2)
     if card is not NO_GPU and not card.multiplies_from_shared:
         return PrefillConfig(block_m=64, block_n=32 if padded_dim == 256 else 64, num_warps=4, num_stages=2)
     if padded_dim == 256:  # the sums alone take 128 registers
@@ -78,14 +96,15 @@ def _row_places(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    BITS: tl.constexpr = 0,
 ):
     """Offsets in q or out and mask [BLOCK_M, PADDED_DIM]: row r is query head r % GROUP of token query + r // GROUP."""
     row = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, PADDED_DIM)
+    columns, real = channels(HEAD_DIM, PADDED_DIM, BITS)
     mine = (row < BLOCK_M // GROUP * GROUP) & (query + row // GROUP < new)
     token = (first + query + row // GROUP).to(tl.int64)
     places = token * per_token + (head * GROUP + row % GROUP) * per_head
-    return places[:, None] + columns[None, :], mine[:, None] & (columns < HEAD_DIM)[None, :]
+    return places[:, None] + columns[None, :], mine[:, None] & real[None, :]
 
 
 @triton.jit
@@ -139,6 +158,11 @@ def _prefill(
     SKIP_ROWS: tl.constexpr,
     SEQUENCES_AT_ONCE: tl.constexpr,
     WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    ROW: tl.constexpr,
+    PADDED_ROW: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    HEAD_WORDS: tl.constexpr,
 ):
     QUERIES: tl.constexpr = BLOCK_M // GROUP  # new tokens per program
     head = tl.program_id(0) % KV_HEADS
@@ -164,13 +188,24 @@ def _prefill(
     begin = oldest // BLOCK_N * BLOCK_N
     table = page_table + sequence.to(tl.int64) * table_stride
 
-    places, held = _row_places(first, query, new, head, q_token, q_head, GROUP, HEAD_DIM, BLOCK_M, PADDED_DIM)
+    if BITS == 4:  # a half of the heads at a time, as the cache has them
+        places, held = _row_places(first, query, new, head, q_token, q_head, GROUP, ROW, BLOCK_M, PADDED_ROW)
+        upper = for_products(tl.load(q + places + ROW, mask=held, other=0.0), cache_k)
+        upper_sum = tl.sum(upper.to(tl.float32), axis=1)
+    else:
+        places, held = _row_places(first, query, new, head, q_token, q_head, GROUP, HEAD_DIM, BLOCK_M, PADDED_DIM)
     queries = for_products(tl.load(q + places, mask=held, other=0.0), cache_k)
+    if BITS == 4:
+        lower_sum = tl.sum(queries.to(tl.float32), axis=1)
     position = earliest + tl.arange(0, BLOCK_M) // GROUP
-    if k_scale is not None:
+    if BITS == 0 and k_scale is not None:
         scale = scale * tl.load(k_scale + head)
 
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_ROW], tl.float32)
+    if BITS == 4:
+        upper_acc = tl.zeros([BLOCK_M, PADDED_ROW], tl.float32)
+        lower_middle = tl.zeros([BLOCK_M], tl.float32)
+        upper_middle = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:  # as if a token without a value had been seen
@@ -183,24 +218,48 @@ def _prefill(
         inside = tokens < context
         if window is not None:
             inside = inside & (tokens >= oldest)
-        offsets = row_offsets(pages, start, head, KV_HEADS, PAGE, HEAD_DIM, BLOCK_N, WIDE)
-        keys = load_rows(cache_k, offsets, inside, HEAD_DIM, PADDED_DIM)
-        values = load_rows(cache_v, offsets, inside, HEAD_DIM, PADDED_DIM)
-        scores = multiply(queries, tl.trans(keys.to(queries.dtype)))
+        offsets = row_offsets(pages, start, head, KV_HEADS, PAGE, ROW, HEAD_STRIDE, BLOCK_N, WIDE)
+        keys = load_rows(cache_k, offsets, inside, ROW, PADDED_ROW)
+        values = load_rows(cache_v, offsets, inside, ROW, PADDED_ROW)
+        if BITS != 0:
+            k_words = load_words(k_scale, pages, start, head, inside, KV_HEADS, PAGE, HEAD_WORDS, BLOCK_N, WIDE)
+            v_words = load_words(v_scale, pages, start, head, inside, KV_HEADS, PAGE, HEAD_WORDS, BLOCK_N, WIDE)
+        if BITS == 4:
+            scores = nibble_scores(queries, upper, lower_sum, upper_sum, keys, k_words)
+        elif BITS == 8:
+            scores = multiply(queries, tl.trans(bytes_to_half(keys))) * k_words[None, :]
+        else:
+            scores = multiply(queries, tl.trans(keys.to(queries.dtype)))
         clear = (start >= clear_from) & (start < clear_to)
         weight, top, total, shrink = _weigh(scores, tokens, position, top, total, clear, scale, soft_cap, window)
-        acc = multiply_add(weight.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None])
+        if BITS == 4:
+            lower_middle = lower_middle * shrink + tl.sum(weight * part_of_word(v_words, 1)[None, :], axis=1)
+            upper_middle = upper_middle * shrink + tl.sum(weight * part_of_word(v_words, 3)[None, :], axis=1)
+            acc = multiply_add(scaled(weight, part_of_word(v_words, 0)), low_to_half(values), acc * shrink[:, None])
+            upper_acc = multiply_add(
+                scaled(weight, part_of_word(v_words, 2)), high_to_half(values), upper_acc * shrink[:, None]
+            )
+        elif BITS == 8:
+            acc = multiply_add(scaled(weight, v_words), bytes_to_half(values), acc * shrink[:, None])
+        else:
+            acc = multiply_add(weight.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None])
         if PADDED_DIM <= 128:  # then the next scores take over the registers of the weights, and 128 suffice;
             acc = settle(acc)  # the wait is the other program's time, see prefill_config
         pages = following
 
+    if BITS != 0:
+        acc = acc * (1.0 / VALUE_FACTOR)
+    if BITS == 4:
+        lower = acc + lower_middle[:, None]
+        upper_acc = upper_acc * (1.0 / VALUE_FACTOR) + upper_middle[:, None]
+        acc = join_halves(lower, upper_acc, BLOCK_M, PADDED_DIM)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if v_scale is not None:
+    if BITS == 0 and v_scale is not None:
         acc = acc * tl.load(v_scale + head)
     # Read again, so that the places of the rows do not take 20 registers of every thread during the loop.
     first = tl.load(starts + sequence, volatile=True)
     new = tl.load(starts + sequence + 1, volatile=True) - first
-    places, held = _row_places(first, query, new, head, out_token, out_head, GROUP, HEAD_DIM, BLOCK_M, PADDED_DIM)
+    places, held = _row_places(first, query, new, head, out_token, out_head, GROUP, HEAD_DIM, BLOCK_M, PADDED_DIM, BITS)
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=held)
 
 

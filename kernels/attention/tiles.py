@@ -33,17 +33,21 @@ def row_offsets(
     head,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    ROW: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Offsets [BLOCK_N] in the cache of the rows of the tile at `start`, in elements; int64 where WIDE."""
+    """Offsets [BLOCK_N] in the cache of the rows of the tile at `start`, in elements; int64 where WIDE.
+
+    A row has ROW elements, and the rows of one head in one page begin HEAD_STRIDE after those of the head before.
+    """
     slots = tl.arange(0, BLOCK_N) % PAGE  # tiles start at a multiple of BLOCK_N
     if PAGE > BLOCK_N:
         slots += start % PAGE
     if WIDE:
         pages = pages.to(tl.int64)
-    return pages * (KV_HEADS * PAGE * HEAD_DIM) + (head * (PAGE * HEAD_DIM) + slots * HEAD_DIM)
+    return pages * (KV_HEADS * HEAD_STRIDE) + (head * HEAD_STRIDE + slots * ROW)
 
 
 @triton.jit
@@ -53,7 +57,10 @@ def load_rows(cache, offsets, inside, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.con
     inside = inside[:, None]
     if HEAD_DIM != PADDED_DIM:
         inside = inside & (columns < HEAD_DIM)[None, :]
-    return tl.load(cache + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+    if cache.dtype.element_ty.is_floating():
+        return tl.load(cache + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+    else:
+        return tl.load(cache + offsets[:, None] + columns[None, :], mask=inside, other=0)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Attention over a paged cache on a CPU, for few new tokens of each sequence; meaning as `reference.attention.attend`.
 
 A piece of work is one new token and one head of keys. Its queries are held, keys are read in their order, 16 at a time:
-their scores become weights, and values are added up by them. Prompts, trees, caps and caches of 8 bits are torch's.
+their scores become weights, and values are added up by them. Prompts, trees, caps and caches of 8 bits or fewer are
+torch's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a layer's qkv to attention's inputs on a CPU: norms of heads, rope, and keys and values into their pages.
 
-Meaning as `reference.elementwise.rotate_and_cache` has it; caches of 8 bits are left to it.
+Meaning as `reference.elementwise.rotate_and_cache` has it; caches of 8 bits or fewer are left to it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.attention.integer_codes import BY_DTYPE
+from quantkit.kernels.reference.integer_codes import decode
 
 
 def gather(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
@@ -13,6 +15,14 @@ def gather(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
     kv_heads, page_size, head_dim = cache.shape[1:]
     used = pages[: -(-tokens // page_size)].long()
     return cache[used].transpose(1, 2).reshape(-1, kv_heads, head_dim)[:tokens]
+
+
+def _read(cache: Tensor, scale: Tensor | None, pages: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """What `gather` finds, as numbers: `scale` is that of each KV head, or the words of a cache of integers."""
+    rows = gather(cache, pages, tokens)
+    if cache.dtype in BY_DTYPE and scale is not None:
+        return decode(rows, gather(scale[..., None], pages, tokens)[..., 0], dtype)
+    return rows.to(dtype) if scale is None else rows.to(dtype) * scale.to(dtype)[:, None]
 
 
 def visible(new: int, context: int, window: int | None, device: torch.device) -> Tensor:
@@ -82,10 +92,8 @@ def attend(
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end:
             continue
-        k = gather(cache_k, page_table[sequence], context).to(dtype)
-        v = gather(cache_v, page_table[sequence], context).to(dtype)
-        if k_scale is not None and v_scale is not None:
-            k, v = k * k_scale.to(dtype)[:, None], v * v_scale.to(dtype)[:, None]
+        k = _read(cache_k, k_scale, page_table[sequence], context, dtype)
+        v = _read(cache_v, v_scale, page_table[sequence], context, dtype)
         new = q[begin:end].to(dtype)
         tree = None if ancestors is None else ancestors[begin:end]
         out[begin:end] = attend_one(

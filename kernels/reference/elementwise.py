@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.kernels.attention.integer_codes import BY_DTYPE, INT4
+from quantkit.kernels.reference.integer_codes import encode, rotate_heads
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
     """See `norm.py`."""
@@ -60,14 +63,18 @@ def rotate_and_cache(
     plus_one: bool = False,
 ) -> Tensor:
     """See `rotary.py`: writes into the caches and returns the queries."""
-    kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    kind = BY_DTYPE.get(keys.dtype)
+    kv_heads, head_dim = keys.shape[1], keys.shape[3] if kind is None else keys.shape[3] * 8 // kind.bits
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps, plus_one=plus_one), rms_norm(k, k_norm, eps, plus_one=plus_one)
     rows = positions.long().clamp(0, len(cos) - 1)
-    store(_turn(k.float(), cos[rows], sin[rows]), slots, keys, key_scales)
+    q, k = (_turn(part.float(), cos[rows], sin[rows]) for part in (q, k))
+    if kind is INT4:
+        q, k = rotate_heads(q), rotate_heads(k)
+    store(k, slots, keys, key_scales)
     store(v.float(), slots, values, value_scales)
-    return _turn(q.float(), cos[rows], sin[rows]).to(qkv.dtype)
+    return q.to(qkv.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,9 +85,13 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def store(x: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> None:
-    """Rows x, float32 [tokens, kv_heads, head_dim], into their slots of one paged cache."""
+    """Rows x, float32 [tokens, kv_heads, head_dim], into their slots of one paged cache; `scales` are those of 8-bit
+    floats, or the words of integers, which are written, too."""
     pages, _, page_size, _ = cache.shape
-    if scales is not None:
+    kind, words = BY_DTYPE.get(cache.dtype), None
+    if kind is not None:
+        x, words = encode(x, kind)
+    elif scales is not None:
         x = (x / scales[:, None]).clamp(-448, 448)
     kept = (slots >= 0) & (slots < pages * page_size)
     page, offset = slots[kept] // page_size, slots[kept] % page_size
@@ -88,3 +99,5 @@ def store(x: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> Non
     if cache.dtype == torch.float8_e4m3fn:  # torch cannot index it
         cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
     cache[page, :, offset] = stored
+    if words is not None and scales is not None:
+        scales[page, :, offset] = words[kept]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from quantkit.cli.common import device_option, json_option, print_json, print_table, progress_bar
+from quantkit.cli.engine_options import KV_DTYPE
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ Number = TypeVar("Number", int, float)
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Rounds; their median counts.")
 @device_option
 @click.option("--dtype", help="Dtype of activations; default: the checkpoint's, on a CPU float32.")
-@click.option(
-    "--kv-dtype", default="auto", show_default=True, help="Dtype of the KV cache: auto (as activations) or fp8."
-)
+@click.option("--kv-dtype", default="auto", show_default=True, help=KV_DTYPE)
 @click.option("--memory-share", default=0.9, show_default=True, help="Share of the GPU's memory to use.")
 @click.option("--output", type=Path, metavar="FILE", help=_OUTPUT)
 @click.option("--no-save", is_flag=True, help="Do not append to a file.")

@@ -11,15 +11,16 @@ from quantkit.cli.common import device_option, progress_bar
 
 _Command = Callable[..., Any]
 
+# As `runtime/core/kv_dtypes.py` has them, without importing torch for --help.
+KV_DTYPE = "KV cache: auto (as activations), bf16, fp8, int8 or int4."
+
 _ENGINE = (
     device_option,
     click.option("--dtype", help="Dtype of activations; default: the checkpoint's, on a CPU float32."),
     click.option("--max-context", type=int, metavar="N", help="Tokens of prompt and answer; default: the model's."),
     click.option("--max-sequences", type=int, metavar="N", help="Most concurrent answers; default: 256, on a CPU 16."),
     click.option("--step-tokens", type=int, metavar="N", help="Most tokens in one step; default: 8192, on a CPU 512."),
-    click.option(
-        "--kv-dtype", default="auto", show_default=True, help="Dtype of the KV cache: auto (as activations) or fp8."
-    ),
+    click.option("--kv-dtype", default="auto", show_default=True, help=KV_DTYPE),
     click.option(
         "--head-bits", type=int, metavar="8|4", help="Round the output layer to this many bits while loading."
     ),

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 _WORST = 8  # linears printed; JSON has all
 _COUNT = click.IntRange(min=1)
-_HOW = ("backend", "window", "max_windows", "dtype", "device", "step_tokens", "head_bits", "seed")
+_HOW = ("backend", "window", "max_windows", "dtype", "device", "step_tokens", "head_bits", "kv_dtype", "seed")
 _RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path")
 _BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
 _PERPLEXITY_OPTIONS = (
-    *("text", "max_windows", "no_start_token", "kl_windows", "null_kl", "layers", "step_tokens", "exact_activations"),
+    *("text", "max_windows", "no_start_token", "kl_windows", "null_kl", "layers", "step_tokens", "kv_dtype"),
+    "exact_activations",
 )
 
 
@@ -47,6 +48,8 @@ _PERPLEXITY_OPTIONS = (
               help="Runtime: feed windows in steps of N tokens; 1 takes the kernels of decoding.")  # fmt: skip
 @click.option("--head-bits", type=int, metavar="8|4",
               help="Runtime: MODEL with its output layer rounded, as serve does it; --base keeps its own.")  # fmt: skip
+@click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8", "int8", "int4"]),
+              help="MODEL on our runtime with this KV cache, as serve keeps it; --base keeps its own.")  # fmt: skip
 @click.option("--exact-activations", is_flag=True,
               help="Round weights only, even where the format rounds activations too.")  # fmt: skip
 @click.option("--dtype", help="float32, bfloat16 or float16; default: float32, for the runtime on a GPU the model's.")
@@ -82,6 +85,7 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     quantkit eval demo
     quantkit eval demo-w4 --base demo --layers
     quantkit eval demo-w4 --base demo --backend runtime --device cuda
+    quantkit eval demo --base demo --kv-dtype int8
     quantkit eval org/model --text wikitext2 --window 2048 --json
     quantkit eval demo-w4 --tasks arc_easy,hellaswag --limit 100
     quantkit eval demo-w4 --base demo --behaviour --behaviour-gate
@@ -108,7 +112,7 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     if behaviour:
         _evaluate_behaviour(model, base, of_behaviour | template, options, as_json)
         return
-    options["backend"] = options["backend"] or "reference"
+    options["backend"] = options["backend"] or ("runtime" if options["kv_dtype"] else "reference")
     _check_options(base, options)
     result, layers = _measure(model, base, options)
     provenance = provenance_of(model, base)
@@ -161,7 +165,7 @@ def _check_options(base: str | None, options: dict[str, Any]) -> None:
     for name in ("kl_windows", "null_kl", "layers"):
         if options[name] and not base:
             raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")
-    for name in ("step_tokens", "head_bits"):
+    for name in ("step_tokens", "head_bits", "kv_dtype"):
         if options[name] and options["backend"] != "runtime":
             raise click.UsageError(f"{_flag(name)} is about the runtime; add --backend runtime")
     for name in _RANKS:

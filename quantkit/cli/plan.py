@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from quantkit.eval.plan.question import Question
     from quantkit.runtime.model.ranks import Ranks
 
-_KV = "Dtype of the KV cache; auto: 16 bits."
+_KV = "KV cache; auto: 16 bits."
+_KV_DTYPES = ["auto", "bf16", "fp8", "int8", "int4"]
 _RECIPES = "Recipes to plan for, comma-separated names or YAML files; bf16 is always there. Default: eight of them."
 _GPU = "Such as h100 or rtx4090; default: the one here, else all of them for memory and an H200 for speed."
 _TENSOR = "Plan for ranks that cut every layer; one number or several, such as 2,4,8."
@@ -37,7 +38,7 @@ _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 )
 @click.option("--new-tokens", type=int, metavar="N", help=_NEW)
 @click.option("--batch", default="1,8,32,128", show_default=True, metavar="LIST", help="Concurrent requests.")
-@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8"]), help=_KV)
+@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(_KV_DTYPES), help=_KV)
 @click.option(
     "--price-per-hour", type=float, metavar="P", help="Price of the GPU, in any currency; adds estimated costs."
 )
@@ -219,7 +220,7 @@ def _print(plan: ServingPlan, note: str, *, everywhere: bool) -> None:
 
 def _print_cache(plan: ServingPlan) -> None:
     cache, question = plan.model.cache, plan.question
-    size = cache.per_token * question.itemsize
+    size = int(cache.per_token * question.itemsize(cache))
     whole = f"{size * question.context / 1e9:.2f} GB for {question.context:,} tokens"
     click.echo(f"Cache ({cache.kind}): {size:,} bytes a token, {whole}. GB are 10^9 bytes throughout.")
 

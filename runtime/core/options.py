@@ -9,11 +9,11 @@ import torch
 from quantkit.devices import find_device
 from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
+from quantkit.runtime.core.kv_dtypes import KV_DTYPES
 from quantkit.runtime.core.speculative_options import SpeculativeOptions
 
 MOST_RANKS = 1024
 HEAD_BITS = (8, 4)
-KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class EngineOptions:
     max_sequences: int | None = None  # that run at the same time; None: 256, on a CPU 16
     step_tokens: int | None = None  # budget of one step; None: 8192, on a CPU 512
     page_size: int = 16
-    kv_dtype: str = "auto"  # auto | fp8
+    kv_dtype: str = "auto"  # auto (that of activations) | bf16 | fp8 | int8 | int4
     kv_tokens: int | None = None  # size of the cache; None: what memory allows
     head_bits: int | None = None  # 8 or 4: the output layer is rounded to so many when it is loaded
     memory_share: float = 0.9  # of the device's memory that quantkit may use
@@ -45,7 +45,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None:
             check_choice("dtype", self.dtype, tuple(DTYPES))
-        check_choice("kv_dtype", self.kv_dtype, tuple(KV_DTYPES))
+        check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.head_bits is not None and (type(self.head_bits) is not int or self.head_bits not in HEAD_BITS):
             raise InputError(
                 f"head_bits is {self.head_bits!r}, but must be 8 or 4; leave it out to keep the output layer"

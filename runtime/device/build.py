@@ -10,7 +10,8 @@ import torch
 from quantkit.arch import Config
 from quantkit.formats import Format
 from quantkit.kernels.cpu import installed
-from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.core.kv_dtypes import kv_kind
+from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
 from quantkit.runtime.device.decode_graphs import StepGraphs
 from quantkit.runtime.device.device_rows import DeviceRows
@@ -108,7 +109,8 @@ def check_kernels(
     slow = slow_experts(config, formats)
     layers = formats_of_layers(config, formats)
     plan = plan_card(card_of(options.torch_device), layers, options.kv_dtype, slow_experts=slow)
-    check_attention(config, options.page_size, KV_DTYPES[options.kv_dtype] or dtype)
+    kind = kv_kind(options.kv_dtype, dtype)
+    check_attention(config, options.page_size, kind.dtype if kind.codes is None else kind.codes.dtype)
     return plan
 
 

@@ -6,25 +6,33 @@ would have put them, right behind the old tokens; the next step overwrites what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def keep_path(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copies keys and values of single tokens in all layers of `pages`, which it changes.
+def keep_path(planes: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copies what single tokens have in all layers of `planes` (`KvCache.planes`), which it changes.
 
-    pages [layers, 2, pages, kv_heads, page_size, head_dim], contiguous, any dtype. sources and targets are int64 [n] on
-    its device: KV slots, page * page_size + offset. All sources are read before the first target is written, and
-    nothing is read back to the host. A target that is named twice gets one of its sources.
+    Each is [layers, 2, pages, kv_heads, page_size, any], any dtype, contiguous but for gaps between pages of a head.
+    sources and targets are int64 [n] on its device: KV slots, page * page_size + offset. All sources are read before
+    the first target is written, and nothing is read back to the host. A target that is named twice gets one of its
+    sources.
     """
-    layers, kinds, count, heads, page_size, head_dim = pages.shape
+    for plane in planes:
+        _keep_path(plane, sources, targets)
+
+
+def _keep_path(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    layers, kinds, count, heads, page_size, width = pages.shape
     raw = pages.view(torch.uint8) if pages.element_size() == 1 else pages  # no float8 for torch to index
-    rows = raw.view(-1, head_dim)  # of one head each, and one index: torch cuts a copy with large strides into many
+    blocks = raw.view(-1, page_size, width)  # pages of a head: torch cuts a copy with large strides into many
     layer = torch.arange(layers * kinds, device=pages.device)[:, None, None]
     head = torch.arange(heads, device=pages.device)
 
-    def heads_of(kv_slots: Tensor) -> Tensor:
+    def places(kv_slots: Tensor) -> tuple[Tensor, Tensor]:
         page, offset = (kv_slots // page_size)[:, None], (kv_slots % page_size)[:, None]
-        return ((layer * count + page) * heads + head) * page_size + offset  # [layers * 2, n, kv_heads]
+        return (layer * count + page) * heads + head, offset  # [layers * 2, n, kv_heads] and [n, 1]
 
-    rows[heads_of(targets)] = rows[heads_of(sources)]
+    blocks[places(targets)] = blocks[places(sources)]

@@ -10,7 +10,8 @@ import torch
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.kernels.attention.latent.pieces import scratch_bytes
-from quantkit.runtime.core.options import KV_DTYPES, EngineOptions
+from quantkit.runtime.core.kv_dtypes import check_kv_dtype, kv_kind
+from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.decode_graphs import padded_guesses
 from quantkit.runtime.device.host_pages import DEVICE_BYTES, room_for
 from quantkit.runtime.device.prompt_graphs import TOKENS
@@ -123,14 +124,14 @@ def _with_pages(plan: MemoryPlan, left: int, device: torch.device, options: Engi
     if pages > fits or fits < 2:
         raise InputError(
             f"the model does not fit: {_shortage(plan, pages, fits)}. "
-            "Lower --max-context, --kv-tokens, --max-sequences or --step-tokens, use --kv-dtype fp8, raise "
+            "Lower --max-context, --kv-tokens, --max-sequences or --step-tokens, use --kv-dtype int8, raise "
             "--memory-share, or quantize to fewer bits"
         )
     reach = (pages - 1) * plan.page_size
     if plan.max_context > reach and options.max_context is not None:
         raise InputError(
             f"the cache holds {reach:,} tokens, fewer than max_context {plan.max_context:,}; lower --max-context, use "
-            "--kv-dtype fp8, or raise --memory-share or --kv-tokens"
+            "--kv-dtype int8, or raise --memory-share or --kv-tokens"
         )
     return replace(plan, pages=pages, max_context=min(plan.max_context, reach))
 
@@ -161,8 +162,10 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 
 def _page_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
-    kept = KV_DTYPES[options.kv_dtype] or dtype
-    return config.layers * config.kept_numbers * options.page_size * kept.itemsize
+    check_kv_dtype(options.kv_dtype, config.cache_entry)
+    kinds, heads, width = config.cache_entry
+    token_bytes = kv_kind(options.kv_dtype, dtype).token_bytes(width)
+    return config.layers * kinds * heads * token_bytes * options.page_size
 
 
 def _activation_bytes(

@@ -192,7 +192,7 @@ class Runner:
         if sources:
             self._peers.tell_kept(sources, targets)
             both = self.device_rows.to_device(sources + targets)
-            keep_path(self.cache.pages, *both.chunk(2))
+            keep_path(self.cache.planes, *both.chunk(2))
 
     def _moves(self, plan: StepPlan) -> PageMoves:
         for sequence, _ in plan.swap_in:

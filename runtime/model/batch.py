@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
+
+from quantkit.kernels.attention.integer_codes import IntegerCodes
+from quantkit.runtime.core.kv_dtypes import KvKind
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,15 @@ class Batch:
     # them: not in a graph, which is replayed with others
 
 
+class LayerCache(NamedTuple):
+    """Of one layer, as `rotate_and_cache` and `attend` take it."""
+
+    keys: Tensor  # [pages, kv_heads, page_size, head_dim], of 4 bits half as many
+    values: Tensor
+    k_scale: Tensor | None  # of a KV head in an 8-bit cache; the words of a cache of integers
+    v_scale: Tensor | None
+
+
 @dataclass(frozen=True)
 class KvCache:
     """Keys and values of all layers: one tensor, so that a page is copied at once.
@@ -32,6 +46,11 @@ class KvCache:
 
     pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]; see `ModelConfig.cache_entry`
     scale: Tensor | None = None  # float32 [kv_heads], of an 8-bit cache
+    codes: IntegerCodes | None = None  # what its bytes are, where it is one of integers
+
+    @property
+    def kind(self) -> KvKind:
+        return KvKind(self.pages.dtype, self.codes)
 
     @property
     def page_size(self) -> int:
@@ -40,3 +59,19 @@ class KvCache:
     @property
     def num_pages(self) -> int:
         return self.pages.shape[2]
+
+    @cached_property
+    def planes(self) -> tuple[Tensor, ...]:
+        """Views [layers, 2, pages, kv_heads, page_size, any]: what is kept of single tokens."""
+        if self.codes is None:
+            return (self.pages,)
+        rows, words = self.codes.planes(self.pages)
+        return rows, words[..., None]
+
+    @cached_property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """Not of latents, which are no pairs."""
+        if self.codes is None:
+            return tuple(LayerCache(keys, values, self.scale, self.scale) for keys, values in self.pages)
+        rows, words = self.codes.planes(self.pages)
+        return tuple(LayerCache(*row, *word) for row, word in zip(rows, words, strict=True))

@@ -117,7 +117,7 @@ class Decoder:
 
     def _attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
         config, table = self.config, self._tables[layer]
-        keys, values = cache.pages[layer, 0], cache.pages[layer, 1]
+        keys, values, k_scale, v_scale = cache.layers[layer]
         q = self._ops.rotate_and_cache(
             block.qkv(x),
             batch.positions,
@@ -127,8 +127,8 @@ class Decoder:
             keys,
             values,
             config.heads,
-            key_scales=cache.scale,
-            value_scales=cache.scale,
+            key_scales=k_scale,
+            value_scales=v_scale,
             q_norm=block.q_norm,
             k_norm=block.k_norm,
             eps=config.norm_eps,
@@ -145,8 +145,8 @@ class Decoder:
             max_queries=batch.max_queries,
             window=config.windows[layer],
             soft_cap=config.attention_cap,
-            k_scale=cache.scale,
-            v_scale=cache.scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             ancestors=batch.ancestors,
             sinks=block.sinks,
             scratch=self._scratch,

@@ -177,7 +177,7 @@ class Worker:
 
     def _keep(self, lists: Lists) -> None:
         sources, targets = (self._part.device_rows.to_device(kv_slots) for kv_slots in lists)
-        keep_path(self._part.cache.pages, sources, targets)
+        keep_path(self._part.cache.planes, sources, targets)
 
     def _capture(self, lists: Lists) -> None:
         sequences, new, tree = lists[0]

@@ -118,7 +118,9 @@ class ServerSettings(BaseModel):
     max_context: int | None = Field(None, ge=1, description="Tokens of prompt and answer; default: the model's.")
     max_sequences: int | None = Field(None, ge=1, description="Most concurrent answers; default: 256, on a CPU 16.")
     step_tokens: int | None = Field(None, ge=1, description="Most tokens in one step; default: 8192, on a CPU 512.")
-    kv_dtype: Literal["auto", "fp8"] = Field("auto", description="Dtype of the KV cache: auto (as activations) or fp8.")
+    kv_dtype: Literal["auto", "bf16", "fp8", "int8", "int4"] = Field(
+        "auto", description="KV cache: auto (as activations), bf16, fp8, int8 or int4."
+    )
     head_bits: Literal[8, 4] | None = Field(None, description="Round the output layer to this many bits while loading.")
     kv_tokens: int | None = Field(None, ge=1, description="Tokens in the cache; default: what memory allows.")
     memory_share: float = Field(0.9, ge=0.05, le=0.98, description="Share of the GPU's memory to use.")

@@ -11,6 +11,7 @@ import torch
 
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
+from quantkit.errors import InputError
 from quantkit.eval.kernels.cases import FORMATS
 from quantkit.eval.plan.cost import cost_of_million
 from quantkit.eval.plan.gpus import GPUS, Gpu, find_gpu, recognise
@@ -274,6 +275,18 @@ def test_smaller_caches_hold_twice_as_much() -> None:
     plans = [plan_serving(model, [], H200, Question(kv_dtype=kind)) for kind in ("auto", "fp8")]
     wide, narrow = (plan.formats[0].fit.tokens for plan in plans)
     assert narrow == pytest.approx(2 * wide, abs=32)
+
+
+@pytest.mark.parametrize(("kind", "head"), [("fp8", 128), ("int8", 128 + 4), ("int4", 64 + 8)])
+def test_bytes_of_a_token_in_every_kind_of_cache(kind: str, head: int) -> None:
+    found = plan_serving(model_of("llama-3.1-8b"), [], H200, Question(kv_dtype=kind)).to_dict()["cache"]
+    assert found["bytes_per_token"] == 32 * 2 * 8 * head
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_integers_keep_no_latents(kind: str) -> None:
+    with pytest.raises(InputError, match="latents"):
+        plan_serving(model_of("deepseek-v2-lite"), [], H200, Question(kv_dtype=kind))
 
 
 def test_shapes_that_can_be_filled_are_of_known_families() -> None:

@@ -10,6 +10,7 @@ from quantkit.kernels.attention.attend import Plan, attend, make_scratch, plan
 from quantkit.kernels.attention.batches import Batch, random_batch
 from quantkit.kernels.attention.cache import CacheLayout
 from quantkit.kernels.attention.decode_plan import DecodeConfig, choose_splits, decode_config, scratch_needs
+from quantkit.kernels.attention.integer_codes import BY_NAME
 from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 
@@ -73,12 +74,44 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks, fp8, soft cap": {"contexts": [100], "new": [1], "cache_dtype": FP8, "soft_cap": 5.0, "sinks": True},
     "fp8, soft cap": {"contexts": [100, 17], "new": [1, 1], "cache_dtype": FP8, "soft_cap": 5.0},
 }
+INTEGERS: dict[str, dict[str, Any]] = {
+    "ends inside a page": {"contexts": [100, 17, 33], "new": [1, 1, 1]},
+    "padding": {"contexts": [40, 0, 50, 0], "new": [1, 0, 1, 0]},
+    "group 7": {"contexts": [70], "new": [1], "group": 7, "kv_heads": 1},
+    "dim 96": {"contexts": [70, 20], "new": [1, 1], "head_dim": 96, "kv_heads": 3, "group": 1},
+    "dim 128, pages of 128": {"contexts": [300, 20], "new": [1, 1], "head_dim": 128, "page_size": 128},
+    "dim 256": {"contexts": [70, 20], "new": [1, 1], "head_dim": 256, "kv_heads": 1},
+    "verification, window, sinks": {"contexts": [100, 5], "new": [4, 5], "window": 20, "sinks": True},
+    "soft cap, 64 rows": {"contexts": [60], "new": [8], "group": 8, "kv_heads": 1, "soft_cap": 5.0},
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_in_torch(name: str, device: str) -> None:
     for dtype in dtypes(device):
         check(random_batch(**CASES[name], dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_caches_of_integers(name: str, kind: str, device: str) -> None:
+    for dtype in dtypes(device):
+        check(random_batch(**INTEGERS[name], dtype=dtype, cache_dtype=BY_NAME[kind].dtype, device=device))
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_splits_over_integers(kind: str, device: str) -> None:
+    batch = random_batch([200, 17], [1, 1], head_dim=96, cache_dtype=BY_NAME[kind].dtype, device=device)
+    check(batch, splits=3, decode=SMALL)
+
+
+def test_integers_need_their_words(device: str) -> None:
+    batch = random_batch([40], [1], cache_dtype=torch.int8, device=device)
+    q, keys, values, *rest = batch.tensors
+    with pytest.raises(InputError, match="a cache of int8 needs k_scale and v_scale, its words"):
+        attend(q, keys, values, *rest, scale=0.1, max_queries=1)
+    with pytest.raises(InputError, match="must be a plane of the pages"):
+        attend(q, keys.transpose(0, 1).contiguous().transpose(0, 1), values, *rest, **batch.options, max_queries=1)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 40])
@@ -256,7 +289,7 @@ def test_eight_bit_cache_needs_scales(device: str) -> None:
         ((2, 2, 8, 64), torch.float16, "page_size is 8, but must be a power of two, 16 or more"),
         ((2, 2, 48, 64), torch.float16, "page_size is 48"),
         ((2, 2, 16, 64), torch.float32, "the cache is float32"),
-        ((2, 2, 16, 64), torch.int8, "the cache is int8"),
+        ((2, 2, 16, 64), torch.int16, "the cache is int16"),
     ],
 )
 def test_wrong_caches(shape: tuple[int, ...], dtype: torch.dtype, words: str, device: str) -> None:

@@ -11,6 +11,7 @@ import triton
 
 from quantkit.kernels.attention.attend import attend, make_scratch
 from quantkit.kernels.attention.batches import Batch, random_batch
+from quantkit.kernels.attention.integer_codes import BY_NAME
 from quantkit.kernels.attention.prefill import PrefillConfig, prefill_config
 from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
@@ -63,6 +64,26 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"contexts": [100, 20], "new": [60, 1], "kv_heads": 2, "group": 3, "sinks": True, "window": 50},
     "sinks, fp8": {"contexts": [100], "new": [40], "cache_dtype": torch.float8_e4m3fn, "sinks": True},
 }
+
+
+INTEGERS: dict[str, dict[str, Any]] = {
+    "prompts of odd lengths": {"contexts": [33, 90, 17], "new": [33, 90, 17]},
+    "prompts beside decoding, group 7": {"contexts": [100, 17], "new": [60, 1], "group": 7},
+    "dim 96": {"contexts": [60, 20], "new": [40, 1], "head_dim": 96, "kv_heads": 2},
+    "dim 128, pages of 128": {"contexts": [300, 20], "new": [40, 1], "head_dim": 128, "page_size": 128},
+    "dim 256": {"contexts": [60, 20], "new": [40, 1], "head_dim": 256},
+    "window, sinks": {"contexts": [200], "new": [90], "window": 50, "sinks": True},
+    "soft cap": {"contexts": [100, 20], "new": [40, 1], "soft_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_caches_of_integers(name: str, kind: str, device: str) -> None:
+    codes = BY_NAME[kind]
+    batch = random_batch(**{"kv_heads": 1} | INTEGERS[name], cache_dtype=codes.dtype, device=device)
+    padded_dim = triton.next_power_of_2(batch.tensors[0].shape[2])
+    check(batch, prefill=prefill_config(padded_dim, halves=codes.bits == 4))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -47,14 +47,14 @@ def test_moves_these_and_nothing_else(name: str, dtype: torch.dtype, device: str
     sources, targets = MOVES[name]
     pages = random_pages(dtype, device)
     expected = moved_one_by_one(pages, sources, targets)
-    keep_path(pages, kv_slots(sources, device), kv_slots(targets, device))
+    keep_path([pages], kv_slots(sources, device), kv_slots(targets, device))
     assert torch.equal(pages.view(torch.uint8), expected)
 
 
 def test_a_cache_that_is_not_contiguous_is_not_copied_in_vain() -> None:
     pages = random_pages(torch.float16).transpose(3, 4)
     with pytest.raises(RuntimeError, match="view"):
-        keep_path(pages, kv_slots([1]), kv_slots([0]))
+        keep_path([pages], kv_slots([1]), kv_slots([0]))
 
 
 def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
@@ -72,7 +72,7 @@ def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
 
     before = [attend(layer, q, old + len(tree), tree)[path] for layer in range(LAYERS)]
     sources, targets = [where[old + node] for node in path], where[old : old + len(path)]
-    keep_path(pages, kv_slots(sources), kv_slots(targets))
+    keep_path([pages], kv_slots(sources), kv_slots(targets))
     for layer in range(LAYERS):
         assert torch.allclose(attend(layer, q[path], old + len(path)), before[layer], rtol=1e-12, atol=0.0)
 
@@ -81,10 +81,10 @@ def test_the_kept_path_is_what_a_chain_would_have_left() -> None:
 def test_graph_replays_with_other_slots() -> None:
     pages = random_pages(torch.bfloat16, "cuda")
     untouched, sources, targets = pages.clone(), kv_slots([1, 2], "cuda"), kv_slots([3, 4], "cuda")
-    keep_path(pages, sources, targets)
+    keep_path([pages], sources, targets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        keep_path(pages, sources, targets)
+        keep_path([pages], sources, targets)
     for move in (([9, 10], [8, 9]), ([0, 19], [19, 0])):
         pages.copy_(untouched)
         sources.copy_(kv_slots(move[0]))

@@ -49,6 +49,9 @@ def refusal(config: ModelConfig, available: int, **options: object) -> str:
         (torch.bfloat16, {}, 2 * 2 * 2 * 16 * 64 * 2),
         (torch.float32, {"page_size": 64}, 2 * 2 * 2 * 64 * 64 * 4),
         (torch.float32, {"kv_dtype": "fp8"}, 2 * 2 * 2 * 16 * 64),
+        (torch.float32, {"kv_dtype": "bf16"}, 2 * 2 * 2 * 16 * 64 * 2),
+        (torch.float32, {"kv_dtype": "int8"}, 2 * 2 * 2 * 16 * (64 + 4)),
+        (torch.float32, {"kv_dtype": "int4"}, 2 * 2 * 2 * 16 * (32 + 8)),
     ],
 )
 def test_bytes_of_a_page(config: ModelConfig, dtype: torch.dtype, options: dict[str, object], expected: int) -> None:
@@ -107,7 +110,7 @@ def test_fewer_pages_than_all_sequences_could_fill(config: ModelConfig) -> None:
 def test_contexts_that_were_asked_for_are_not_shortened(config: ModelConfig) -> None:
     assert plan(config, beside(config, 17), max_context=256, max_sequences=1).max_context == 256
     message = refusal(config, beside(config, 11), max_context=256)
-    for word in ("--max-context", "--kv-dtype fp8", "--memory-share"):
+    for word in ("--max-context", "--kv-dtype int8", "--memory-share"):
         assert word in message
     message = refusal(config, GENEROUS, max_context=256, kv_tokens=255 - 16)
     for word in ("240 tokens", "max_context 256", "--max-context", "--kv-tokens"):

@@ -257,7 +257,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "bits": found.quantized_bits_per_weight,
         "device": str(options.torch_device),
         "dtype": dtype,
-        "kv_dtype": str(engine.runner.cache.pages.dtype)[6:],
+        "kv_dtype": engine.runner.cache.kind.label,
         "weights_bytes": memory.weights,
         "kv_tokens": memory.kv_tokens,
         "page_size": memory.page_size,

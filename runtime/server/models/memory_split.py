@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GPU_PROCESS = 512 << 20  # bytes of a GPU that a process takes by being there; the plan of a single engine measures it
 _REMEDIES = (
-    "Serve fewer, lower --max-context, --kv-tokens, --max-sequences or --step-tokens, use --kv-dtype fp8, raise "
+    "Serve fewer, lower --max-context, --kv-tokens, --max-sequences or --step-tokens, use --kv-dtype int8, raise "
     "--memory-share, or quantize to fewer bits"
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.attention.attend import attend
+from quantkit.kernels.attention.integer_codes import BY_DTYPE
 from quantkit.kernels.attention.latent.attend import attend_latents
 from quantkit.kernels.attention.latent.expanded import attend_expanded
 from quantkit.kernels.attention.latent.pieces import PromptPieces
@@ -38,8 +39,13 @@ def launch_attention(
     With `ancestors=True` the new tokens are trees of guesses; with `sinks=True` every head has one.
     """
     sequences, tokens = len(new), sum(new)
-    cache = empty(pages, _KV_HEADS, heads.page_size, heads.size, dtype=heads.cache_dtype or dtype)
-    scale = empty(_KV_HEADS, dtype=torch.float32) if heads.cache_dtype else None
+    codes = None if heads.cache_dtype is None else BY_DTYPE.get(heads.cache_dtype)
+    if codes is None:
+        cache = empty(pages, _KV_HEADS, heads.page_size, heads.size, dtype=heads.cache_dtype or dtype)
+        scale = empty(_KV_HEADS, dtype=torch.float32) if heads.cache_dtype else None
+    else:
+        width = codes.token_bytes(heads.size)
+        cache, scale = codes.planes(empty(pages, _KV_HEADS, heads.page_size, width, dtype=torch.uint8))
     if options.pop("ancestors", False):
         options["ancestors"] = empty(tokens, dtype=torch.int64)
     if options.pop("sinks", False):

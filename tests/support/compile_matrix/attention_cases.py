@@ -1,4 +1,4 @@
-"""Attention: head sizes and groups of the families, both kinds of cache, pages of several sizes; prompts, answers,
+"""Attention: head sizes and groups of the families, all kinds of cache, pages of several sizes; prompts, answers,
 both, guesses, many answers; trees of guesses; caches of more elements than 32 bits count."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from compile_matrix.attention_batch import (
 )
 from compile_matrix.case import FLOAT8, Case
 from pairwise import cover
+from quantkit.kernels.attention.integer_codes import BY_DTYPE
 from quantkit.kernels.card import Card
 
 _HEADS = ((64, 4), (96, 1), (128, 4), (128, 7), (256, 2), (128, 1))  # size, and how many share keys
@@ -29,7 +30,7 @@ _MANY_PAGES = 2**31 // (16 * 128)  # of which the elements are more than 32 bits
 
 def attention_cases(card: Card) -> Iterator[Case]:
     caches = (None, FLOAT8) if card.has_float8 else (None,)
-    for (size, group), kept, new, page, special in cover(_HEADS, caches, _NEW, _PAGES, _SPECIAL):
+    for (size, group), kept, new, page, special in cover(_HEADS, (*caches, *BY_DTYPE), _NEW, _PAGES, _SPECIAL):
         heads = Heads(size, group, kept, page)
         name = f"attention {size} x {group} {kept or 'half'} pages of {page} {new[:3]} {special}"
         launch = lambda dtype, new=new, heads=heads, how=special: launch_attention(new, heads, dtype, **how)  # noqa: E731
@@ -39,6 +40,11 @@ def attention_cases(card: Card) -> Iterator[Case]:
     for new in _NEW[:2]:
         launch = lambda dtype, new=new: launch_attention(new, Heads(), dtype, pages=_MANY_PAGES)  # noqa: E731
         yield Case(f"attention over a large cache {new}", launch)
+    for kept in BY_DTYPE:
+        launch = lambda dtype, kept=kept: launch_attention([1] * 400, Heads(cache_dtype=kept), dtype)  # noqa: E731
+        yield Case(f"attention of many answers {kept}", launch)
+        launch = lambda dtype, kept=kept: launch_attention([9, 9], Heads(cache_dtype=kept), dtype, ancestors=True)  # noqa: E731
+        yield Case(f"attention of trees {kept}", launch)
 
 
 def _latent_cases(caches: tuple[torch.dtype | None, ...]) -> Iterator[Case]:

@@ -18,7 +18,6 @@ from compile_matrix.covering import covering
 from compile_matrix.pairs import CARDS, Pair, Result, all_pairs, look_at
 
 
-
 @dataclass(frozen=True)
 class Selection:
     """Which pairs to look at, and whether to compile them."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from compile_matrix.case import FLOAT8, Case
 from pairwise import cover
 from quantkit.kernels.activation import ACTIVATIONS, gated_activation
+from quantkit.kernels.attention.integer_codes import BY_DTYPE
 from quantkit.kernels.card import Card
 from quantkit.kernels.embedding import embed
 from quantkit.kernels.gptq_columns import COLUMNS, round_columns
@@ -33,7 +34,7 @@ def small_cases(card: Card) -> Iterator[Case]:
     for scale in (None, 2.0):
         yield Case(f"embed {scale}", lambda dtype, scale=scale: embed(torch.arange(5), _rows(dtype), scale=scale))
     caches = (None, FLOAT8) if card.has_float8 else (None,)
-    for head_dim, kept, norm, share in cover((64, 96, 128, 256), caches, (None, False, True), (1, 2)):
+    for head_dim, kept, norm, share in cover((64, 96, 128, 256), (*caches, *BY_DTYPE), (None, False, True), (1, 2)):
         how = {"head_dim": head_dim, "kept": kept, "plus_one": norm, "rotary_dim": head_dim // share}
         name = f"rotary {head_dim} {kept or 'half'} norm {norm} of a {'half' if share == 2 else 'whole'} head"
         yield Case(name, lambda dtype, how=how: _rotate(dtype, **how))
@@ -64,9 +65,14 @@ def _rotate(
     heads, kv_heads, tokens = 4, 2, 3
     qkv = torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos, sin = torch.zeros(2, 32, rotary_dim // 2)
-    keys, values = (torch.zeros(3, kv_heads, 16, head_dim, dtype=kept or dtype) for _ in range(2))
     options: dict[str, Any] = {}
-    if kept is not None:
+    if kept in BY_DTYPE:
+        pages = torch.zeros(3, kv_heads, 16, BY_DTYPE[kept].token_bytes(head_dim), dtype=torch.uint8)
+        keys, words = BY_DTYPE[kept].planes(pages)
+        values, options = keys, {"key_scales": words, "value_scales": words}
+    else:
+        keys, values = (torch.zeros(3, kv_heads, 16, head_dim, dtype=kept or dtype) for _ in range(2))
+    if kept is not None and kept not in BY_DTYPE:
         options |= {"key_scales": torch.ones(kv_heads), "value_scales": torch.ones(kv_heads)}
     if plus_one is not None:
         weight = torch.ones(head_dim, dtype=dtype)
