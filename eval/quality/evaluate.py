@@ -46,8 +46,8 @@ def evaluate(
 
     `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
     the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
-    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone, and `kv_dtype` is the KV cache
-    of `model` alone. `start_token`: windows begin with the token that the tokenizer puts before every text, where it
+    activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone; `kv_dtype` is the kind of its
+    KV cache alone. `start_token`: windows begin with the token that the tokenizer puts before every text, where it
     does. `null_kl`: also how far `base` is from itself in float32, which is what the arithmetic alone adds to KL;
     `base` is loaded once more for it.
     """
