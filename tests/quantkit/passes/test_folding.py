@@ -43,7 +43,8 @@ Saver = Callable[..., Any]
 
 def quantizer(source: Checkpoint, family: Family, layer: int) -> BlockQuantizer:
     chosen = dict.fromkeys(family.linears(source.config), FORMAT)
-    return BlockQuantizer(source, family, chosen, AwqMethod(points=4), layer, lambda _: None)
+    method = AwqMethod(points=4, clip=False)  # on plain ranges scales gain more: they are far from 1
+    return BlockQuantizer(source, family, chosen, method, layer, lambda _: None)
 
 
 def statistics(inputs: int, seed: int) -> InputStatistics:
