@@ -192,7 +192,7 @@ def test_refuses_what_it_cannot_take(device: str) -> None:
         (r"q_norm has shape \[32\]", {"q_norm": good["q_norm"][:32]}),
         ("q_norm is float32", {"q_norm": good["q_norm"].float()}),
         ("keys is float32", {"keys": good["keys"].float()}),
-        ("keys is int8", {name: good[name].to(torch.int8) for name in ("keys", "values")}),
+        ("keys is int16", {name: good[name].to(torch.int16) for name in ("keys", "values")}),
         ("values is float8_e4m3fn", {"values": bytes_["values"]}),
         ("float8_e4m3fn need key_scales", bytes_),
         ("must not have key_scales", {"key_scales": scale}),
