@@ -4,8 +4,7 @@ Codes become numbers in registers, four an instruction group, and nothing else i
 its scores, a value's scale the weights that it gets.
 
 The instructions are not said to be pure, which nothing needs: Triton would move pure ones behind the change of layout
-that a product wants, and read values from shared memory byte by byte (sm_90, dim 128: 128 loads of a byte for a tile of
-32 tokens, instead of 16 of matrices).
+that a product wants, and read values from shared memory byte by byte.
 """
 
 from __future__ import annotations
