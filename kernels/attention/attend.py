@@ -291,8 +291,8 @@ def attend(
         )
         if prefill is None and fast and max_queries * group >= hopper.FEWEST_ROWS:
             prefill = HopperPrefillConfig()
-        halves = layout.codes is not None and layout.codes.bits == 4
-        way = prefill or prefill_config(layout.padded_dim, card_of(q.device), halves=halves)
+        bits = 0 if layout.codes is None else layout.codes.bits
+        way = prefill or prefill_config(layout.padded_dim, card_of(q.device), bits=bits)
         if isinstance(way, PrefillConfig):
             launch_prefill(tensors, scalars, layout, group, chosen.decode_rows, tokens, sequences, way)
         elif fast:

@@ -2,9 +2,6 @@
 
 Codes become numbers in registers, four an instruction group, and nothing else is done to them: a key's scale multiplies
 its scores, a value's scale the weights that it gets.
-
-The instructions are not said to be pure, which nothing needs: Triton would move pure ones behind the change of layout
-that a product wants, and read values from shared memory byte by byte.
 """
 
 from __future__ import annotations
@@ -80,7 +77,7 @@ def bytes_to_half(codes):
     if INTERPRETED:
         return codes.to(tl.float16)
     else:
-        return tl.inline_asm_elementwise(_BYTES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
+        return tl.inline_asm_elementwise(_BYTES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -89,7 +86,7 @@ def low_to_half(codes):
     if INTERPRETED:
         return (codes & 15).to(tl.float16) - 8.0
     else:
-        return tl.inline_asm_elementwise(_LOW, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
+        return tl.inline_asm_elementwise(_LOW, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -98,7 +95,7 @@ def high_to_half(codes):
     if INTERPRETED:
         return (codes >> 4).to(tl.float16) - 8.0
     else:
-        return tl.inline_asm_elementwise(_HIGH, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
+        return tl.inline_asm_elementwise(_HIGH, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit

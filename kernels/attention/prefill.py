@@ -62,7 +62,7 @@ class PrefillConfig:
     max_registers: int | None = None  # of a thread; 128 lets two programs of 8 warps share a multiprocessor
 
 
-def prefill_config(padded_dim: int, card: Card = NO_GPU, *, halves: bool = False) -> PrefillConfig:
+def prefill_config(padded_dim: int, card: Card = NO_GPU, *, bits: int = 0) -> PrefillConfig:
     """The default for a head dimension. Where a warp holds its operands itself, tiles are smaller, or they would spill.
 
     Up to 128, two programs share a multiprocessor: one multiplies while the other weighs. On an H200, dim 128, pages of
@@ -71,9 +71,10 @@ def prefill_config(padded_dim: int, card: Card = NO_GPU, *, halves: bool = False
     lose on short prompts what they win on long ones; tiles of 32 keys (204 / 1279 / 1431 or more) and values one turn
     after their keys (211 / 1296 / 1520 or more) lose on all.
 
-    Over a cache of 4 bits a thread holds `halves` of heads and what they are shifted by, and tiles are smaller still.
+    `bits` are those of a cache of integers. With 8, a thread needs more than 128 registers; with 4 it holds halves of
+    heads and what they are shifted by, and tiles are smaller still.
     """
-    if halves:
+    if bits == 4:
         from_shared = card is NO_GPU or card.multiplies_from_shared
         rows = 128 if from_shared and padded_dim < 256 else 64
         return PrefillConfig(block_m=rows, block_n=32, num_warps=8 if from_shared else 4, num_stages=2)
@@ -81,7 +82,7 @@ def prefill_config(padded_dim: int, card: Card = NO_GPU, *, halves: bool = False
         return PrefillConfig(block_m=64, block_n=32 if padded_dim == 256 else 64, num_warps=4, num_stages=2)
     if padded_dim == 256:  # the sums alone take 128 registers
         return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
-    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)
+    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=None if bits else 128)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def test_caches_of_integers(name: str, kind: str, device: str) -> None:
     codes = BY_NAME[kind]
     batch = random_batch(**{"kv_heads": 1} | INTEGERS[name], cache_dtype=codes.dtype, device=device)
     padded_dim = triton.next_power_of_2(batch.tensors[0].shape[2])
-    check(batch, prefill=prefill_config(padded_dim, halves=codes.bits == 4))
+    check(batch, prefill=prefill_config(padded_dim, bits=codes.bits))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -132,7 +132,7 @@ def attend_part(
         following = load_pages(table, start + BLOCK_N, 0, end, PAGE, BLOCK_N)
         tokens = start + tl.arange(0, BLOCK_N)
         inside = tokens < end
-        offsets = row_offsets(pages, start, 0, 1, PAGE, RANK + ROPE, BLOCK_N, WIDE)
+        offsets = row_offsets(pages, start, 0, 1, PAGE, RANK + ROPE, PAGE * (RANK + ROPE), BLOCK_N, WIDE)
         latents = load_rows(cache, offsets, inside, RANK, PADDED_RANK).to(latent_queries.dtype)
         keys = load_rows(cache + RANK, offsets, inside, ROPE, PADDED_ROPE).to(latent_queries.dtype)
         scores = multiply_add(turned_queries, tl.trans(keys), multiply(latent_queries, tl.trans(latents)))

@@ -115,7 +115,7 @@ BY_HESSIAN = 2 * 48 * 64**2 / 1e6
     [
         (RtnMethod(), ROUNDING),
         (AwqMethod(points=5, clip=False), ROUNDING + 2 * BY_HESSIAN + 10 * (ROUNDING + BY_HESSIAN)),
-        (AwqMethod(points=5), ROUNDING + 2 * BY_HESSIAN + 10 * (ROUNDING + BY_HESSIAN) + 42 * ROUNDING),
+        (AwqMethod(points=5), ROUNDING + 2 * BY_HESSIAN + 10 * (6 * ROUNDING + BY_HESSIAN) + 42 * ROUNDING),
         (SmoothQuantMethod(points=4), ROUNDING + 5 * (ROUNDING + 2 * SAMPLE * 3072 / 1e6)),
         (GptqMethod(grid="minmax"), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0),
         (BlockSearchMethod(rounding="nearest"), ROUNDING + BY_HESSIAN),
