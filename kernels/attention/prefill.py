@@ -77,7 +77,8 @@ def prefill_config(padded_dim: int, card: Card = NO_GPU, *, bits: int = 0) -> Pr
     if bits == 4:
         from_shared = card is NO_GPU or card.multiplies_from_shared
         rows = 128 if from_shared and padded_dim < 256 else 64
-        return PrefillConfig(block_m=rows, block_n=32, num_warps=8 if from_shared else 4, num_stages=2)
+        warps = 8 if from_shared or padded_dim == 256 else 4
+        return PrefillConfig(block_m=rows, block_n=32, num_warps=warps, num_stages=2)
     if card is not NO_GPU and not card.multiplies_from_shared:
         return PrefillConfig(block_m=64, block_n=32 if padded_dim == 256 else 64, num_warps=4, num_stages=2)
     if padded_dim == 256:  # the sums alone take 128 registers
