@@ -67,7 +67,7 @@ def test_logits_are_those_of_a_full_cache_but_for_rounding(kv_dtype: str, closes
 def test_kernels_in_an_engine(kv_dtype: str, step: int) -> None:
     """Prompts in chunks, and token by token as answers are."""
     if torch.cuda.is_available():
-        pytest.skip("test_engine_gpu.py has engines on a GPU")
+        pytest.skip("puts the kernels into an engine on a CPU, where they are interpreted")
     ids = torch.tensor(IDS[: 42 if step > 1 else 5])
     found = []
     for kernels in ({}, {"attend": attend, "rotate_and_cache": rotate_and_cache}):
