@@ -69,6 +69,10 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
+    return (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+
+
 def assert_greedy(logits: Tensor, answer: list[int], tie: Tensor | float) -> None:
     """Every token of the answer is the best one by the last rows of logits, near ties left aside."""
     best = logits[-len(answer) :].topk(2)
@@ -102,11 +106,11 @@ def assert_served_with_rounded_inputs(folder: Path, prompt: list[int], tolerance
     """The prompt is one chunk: LLM.int8 looks for outliers in all tokens of a step."""
     logits, answer = serve(folder, prompt, NEW_TOKENS, step_tokens=512)
     wanted = reference_logits(folder, prompt, answer, "served")
-    error = relative_error(logits, wanted)
-    assert error < tolerance
-    assert error < 0.75 * relative_error(logits, reference_logits(folder, prompt, answer, "exact"))
-    rows = (logits - wanted).norm(dim=1) / wanted.norm(dim=1)
-    assert float(rows.min()) < 1e-5  # where no rounding was turned around
+    assert relative_error(logits, wanted) < tolerance
+    rows, exact = (row_errors(logits, each) for each in (wanted, reference_logits(folder, prompt, answer, "exact")))
+    same = rows < 1e-5  # where no rounding was turned around: how often one is, differs between processors
+    assert same.any()
+    assert float(exact[same].min()) > 1e-3
     assert_greedy(wanted, answer, tie=2 * (logits - wanted)[-NEW_TOKENS:].abs().amax(1))
 
 
