@@ -100,6 +100,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/runtime/test_engine_sharing.py": 18,
     "tests/runtime/test_gguf_engine.py": 7,
     "tests/runtime/test_grouped_experts.py": 4,
+    "tests/runtime/test_integer_cache.py": 8,
     "tests/runtime/test_latent_kernels.py": 4,
     "tests/runtime/test_self_draft.py": 10,
     "tests/runtime/test_speculative.py": 36,
