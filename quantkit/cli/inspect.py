@@ -128,10 +128,7 @@ def _print(found: Inspection) -> None:
         print_table("Schemes", ("scheme", "modules"), list(found.schemes.items()))
     _sizes("Bytes per part", "part", found.part_bytes, found.bytes)
     _sizes("Bytes per layer", "layer", found.layer_bytes, found.bytes)
-    rows = [
-        (verdict.engine, "yes" if verdict.loads else "no", verdict.remark, verdict.evidence)
-        for verdict in found.engines
-    ]
+    rows = [(verdict.engine, verdict.answer, verdict.remark, verdict.evidence) for verdict in found.engines]
     print_table("Engines", ("engine", "loads", "remark", "evidence"), rows)
 
 
