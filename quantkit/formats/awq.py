@@ -20,13 +20,11 @@ from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
     Dialect,
-    EngineName,
     Format,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_divides,
@@ -43,6 +41,8 @@ from quantkit.formats.engine_rules import (
     TRT_CONFIG,
     TRT_READS_ITS_OWN,
     VLLM_MARLIN,
+    EngineName,
+    Refusal,
     leaves_experts_out,
 )
 from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, middle_code, refused_groups

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import Dialect, EngineName, Format, Refusal, TensorInfo, modules_with
+from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with
 from quantkit.formats.bnb_4bit import BLOCK_SIZES, STATE, Bnb4Bit, Fp4, Nf4
 from quantkit.formats.engine_rules import (
     SGLANG_BNB,
@@ -15,6 +15,8 @@ from quantkit.formats.engine_rules import (
     TRT_CONFIG,
     TRT_READS_ITS_OWN,
     VLLM_BNB,
+    EngineName,
+    Refusal,
 )
 from quantkit.formats.llm_int8 import LlmInt8
 

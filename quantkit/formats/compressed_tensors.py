@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quantkit.errors import InputError
-from quantkit.formats.base import Dialect, EngineName, Format, TensorInfo, modules_with, stored_dtype
+from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with, stored_dtype
 from quantkit.formats.ct_float8 import BLOCK, CtFloat8
 from quantkit.formats.ct_integer import CtInt8, CtPacked
 from quantkit.formats.e2m1 import MX_BLOCK, NV_BLOCK
-from quantkit.formats.engine_rules import SGLANG_CT, TGI_CT, TRANSFORMERS_CT, TRT_CT, VLLM_CT
+from quantkit.formats.engine_rules import SGLANG_CT, TGI_CT, TRANSFORMERS_CT, TRT_CT, VLLM_CT, EngineName
 from quantkit.formats.mxfp4 import CtMxfp4
 from quantkit.formats.nvfp4 import CtNvfp4
 

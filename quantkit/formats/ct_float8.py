@@ -28,14 +28,13 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     check_choice,
     quotient,
     scaled,
     widen,
 )
-from quantkit.formats.engine_rules import TGI_CT_FLOAT8, TRT_CT
+from quantkit.formats.engine_rules import TGI_CT_FLOAT8, TRT_CT, Refusal
 from quantkit.formats.integer import round_scales
 
 LARGEST = 448.0  # of float8 e4m3

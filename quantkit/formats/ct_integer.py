@@ -27,14 +27,21 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     quotient,
     scaled,
     widen,
 )
 from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
-from quantkit.formats.engine_rules import SGLANG_CT_WEIGHTS, TGI_CT, TGI_CT_WEIGHTS, TGI_MARLIN, TRT_CT, VLLM_CT_WEIGHTS
+from quantkit.formats.engine_rules import (
+    SGLANG_CT_WEIGHTS,
+    TGI_CT,
+    TGI_CT_WEIGHTS,
+    TGI_MARLIN,
+    TRT_CT,
+    VLLM_CT_WEIGHTS,
+    Refusal,
+)
 from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, middle_code
 
 

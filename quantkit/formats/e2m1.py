@@ -17,12 +17,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.formats.base import Refusal, quotient
+from quantkit.formats.base import quotient
 from quantkit.formats.bits import pack, unpack
 from quantkit.formats.codebook import CodebookWeight, DividedScales, table_of
 from quantkit.formats.ct_float8 import LARGEST as LARGEST_SCALE
 from quantkit.formats.ct_float8 import round_to_float8
-from quantkit.formats.engine_rules import SGLANG_CT_MXFP4, TGI_CT
+from quantkit.formats.engine_rules import SGLANG_CT_MXFP4, TGI_CT, Refusal
 
 KIND = "e2m1"  # of the table
 MX_BLOCK, NV_BLOCK = 32, 16

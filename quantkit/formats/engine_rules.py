@@ -71,6 +71,7 @@ VLLM_BNB = "docs/features/quantization/bnb.md"
 VLLM_GGUF = "docs/features/quantization/gguf.md"
 VLLM_MXFP4 = f"{_VLLM}/layers/quantization/mxfp4.py"
 VLLM_MODELS = f"{_VLLM}/models"
+VLLM_ENGINE = "vllm/engine/arg_utils.py"
 VLLM_SERVE = "vllm/entrypoints/openai/cli_args.py"
 SGLANG_GPTQ = f"{_SGLANG}/layers/quantization/gptq/gptq.py"
 SGLANG_AWQ = f"{_SGLANG}/layers/quantization/awq/awq.py"
@@ -130,6 +131,7 @@ PROJECTS: Mapping[EngineName, Project] = {
             VLLM_GGUF: Read("06fed1cf05a7", _TODAY),
             VLLM_MXFP4: _VLLM_READ,
             VLLM_MODELS: _VLLM_READ,
+            VLLM_ENGINE: Read("0.26.0", "2026-11"),
             VLLM_SERVE: Read("005223338608", _TODAY),
         },
     ),

@@ -23,13 +23,11 @@ from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
     Dialect,
-    EngineName,
     Format,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_choice,
@@ -49,6 +47,8 @@ from quantkit.formats.engine_rules import (
     TRT_CONFIG,
     TRT_READS_ITS_OWN,
     VLLM_GPTQ,
+    EngineName,
+    Refusal,
     leaves_experts_out,
 )
 from quantkit.formats.integer import (

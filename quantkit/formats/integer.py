@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, Index, QuantizedWeight, Refusal, Shape, check_choice, check_divides
-from quantkit.formats.engine_rules import VLLM_MARLIN
+from quantkit.formats.base import DTYPES, Format, Index, QuantizedWeight, Shape, check_choice, check_divides
+from quantkit.formats.engine_rules import VLLM_MARLIN, Refusal
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,11 @@ from torch import Tensor
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     Dialect,
-    EngineName,
     Format,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_choice,
@@ -39,7 +37,15 @@ from quantkit.formats.base import (
 )
 from quantkit.formats.codebook import CodebookWeight
 from quantkit.formats.e2m1 import KIND, MX_BLOCK, WEIGHTS_ALONE, pack_codes, power_table, quantize_mxfp4, unpack_codes
-from quantkit.formats.engine_rules import SGLANG_MXFP4, TRANSFORMERS_MXFP4, TRT_CONFIG, TRT_CT, VLLM_MXFP4
+from quantkit.formats.engine_rules import (
+    SGLANG_MXFP4,
+    TRANSFORMERS_MXFP4,
+    TRT_CONFIG,
+    TRT_CT,
+    VLLM_MXFP4,
+    EngineName,
+    Refusal,
+)
 
 _EXPONENT = 7  # where the exponent of a bfloat16 begins
 

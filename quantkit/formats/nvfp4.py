@@ -25,7 +25,6 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     check_choice,
     check_divides,
@@ -34,7 +33,7 @@ from quantkit.formats.base import (
 )
 from quantkit.formats.codebook import CodebookWeight, DividedScales
 from quantkit.formats.e2m1 import KIND, NV_BLOCK, WEIGHTS_ALONE, pack_codes, quantize_nvfp4, unpack_codes
-from quantkit.formats.engine_rules import TRT_CT
+from quantkit.formats.engine_rules import TRT_CT, Refusal
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,12 @@ from torch import Tensor
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     Dialect,
-    EngineName,
     Format,
     Index,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_choice,
@@ -36,6 +34,8 @@ from quantkit.formats.engine_rules import (
     TGI_GGUF,
     TRANSFORMERS_GGUF,
     VLLM_GGUF,
+    EngineName,
+    Refusal,
 )
 from quantkit.formats.gguf.blocks import Blocks, pack, unpack
 from quantkit.formats.gguf.mixes import MIXES, Matrix, type_of
