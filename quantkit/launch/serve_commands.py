@@ -1,7 +1,7 @@
 """Commands that start an engine's server, and their flags: data, with the pages it was read from.
 
-Words may hold `{}`, which stands for the value, `{less}` for one less, and `{ones}` for a 1 for each GPU. What an engine
-has no flag for is not there. A cache has our names: fp8, int8, int4.
+Words may hold `{}`, which stands for the value, `{less}` for one less, and `{ones}` for a 1 for each GPU. What an
+engine has no flag for is not there. A cache has our names: fp8, int8, int4.
 
 vLLM and SGLang find the quantization in config.json, and SGLang's documentation asks not to name it once more: so their
 commands have no --quantization. What they need to be told is the dtype, where a layout has kernels for float16 only.
