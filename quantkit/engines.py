@@ -235,4 +235,5 @@ def _only_gguf(layers: Layers) -> Iterator[Refusal]:
 def _fits_blocks(fmt: IntegerFormat) -> bool:
     """As far as the format tells; `convert` looks at the codes."""
     in_groups = fmt.group_size == -1 or fmt.group_size % 32 == 0
-    return fmt.bits in (4, 8) and fmt.sym and in_groups and fmt.input_rounding is None
+    scattered = isinstance(fmt, Gptq) and fmt.act_order
+    return fmt.bits in (4, 8) and fmt.sym and in_groups and not scattered and fmt.input_rounding is None
