@@ -1,17 +1,20 @@
-"""What other engines did with our checkpoints when somebody ran them: the rows of eval/results/interop.csv.
+"""What other engines did with our checkpoints when somebody ran them: rows of interop.csv and gguf.csv in eval/results.
 
-The file travels with the package, so that a verdict can say what it rests on. `python -m quantkit.eval.interop` and
-docs/reference/interop.md have the rest.
+The files travel with the package, so that a verdict can say what it rests on. `python -m quantkit.eval.interop`,
+docs/reference/interop.md and docs/reference/gguf.md have the rest.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("eval") / "results" / "interop.csv"
+_TYPE = re.compile(r"\d+ x (\w+)")  # as gguf.csv counts tensors
+GGUF_RESULTS = RESULTS.with_name("gguf.csv")
 AGREES = 0.05  # perplexities may differ by this share: engines round activations in their own ways
 
 
@@ -71,9 +74,34 @@ def newest(runs: list[Run]) -> list[Run]:
     return list({(run.engine, run.model, run.checkpoint): run for run in runs}.values())
 
 
+def read_gguf_runs(path: Path = GGUF_RESULTS) -> list[Run]:
+    """llama.cpp on files that quantkit wrote, by date; a layout is the types of their blocks."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return sorted((_gguf_run(row) for row in csv.DictReader(file)), key=lambda run: run.date)
+
+
+def _gguf_run(row: dict[str, str]) -> Run:
+    engine, _, version = row["engine"].partition(" ")
+    there, here = float(row["perplexity_there"]), float(row["perplexity_here"])
+    return Run(engine, version.partition(" ")[0], row["date"], row["file"], row["types"], True, "", there, here)
+
+
+def run_of_blocks(engine: str, types: frozenset[str]) -> Run | None:
+    """The newest run of an engine with a file that has blocks of all these types."""
+    runs = [run for run in _gguf_runs() if run.engine == engine and types <= set(_TYPE.findall(run.layout))]
+    return runs[-1] if runs else None
+
+
 def run_of_layout(engine: str, layout: str) -> Run | None:
     """The newest run of an engine with a layout."""
     return _by_layout().get((engine, layout))
+
+
+@cache
+def _gguf_runs() -> tuple[Run, ...]:
+    return tuple(read_gguf_runs())
 
 
 @cache

@@ -75,7 +75,8 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
 
 def layers_of(checkpoint: Checkpoint) -> Layers:
     """What the rules about engines look at."""
-    return Layers(checkpoint.formats, _kept_in_blocks(checkpoint), _experts_apart(checkpoint))
+    gguf_file = checkpoint.gguf is not None
+    return Layers(checkpoint.formats, _kept_in_blocks(checkpoint), _experts_apart(checkpoint), gguf_file)
 
 
 def _experts_apart(checkpoint: Checkpoint) -> bool:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from quantkit.engines import Layers, layout_of, verdicts
 from quantkit.errors import StorageError
 from quantkit.eval.interop import rows
 from quantkit.eval.interop.checkpoints import all_tried
+from quantkit.formats import build
+from quantkit.formats.engine_rules import OTHERS, PROJECTS
+from quantkit.recipe import list_recipes
 
 PAGE = Path("docs") / "reference" / "interop.md"
 ENGINES = ("transformers", "vLLM", "SGLang", "llama.cpp")
@@ -19,7 +23,28 @@ Row = dict[str, str]
 def load_tables(known: list[Row]) -> dict[str, str]:
     """By the names of their marks."""
     tried = [tried.name for tried in all_tried()]
-    return {"interop": load_table(known, DENSE, tried), "interop with experts": load_table(known, EXPERTS)}
+    tables = {"interop": load_table(known, DENSE, tried), "interop with experts": load_table(known, EXPERTS)}
+    return tables | {"verdicts": verdict_table(), "sources": source_table()}
+
+
+def verdict_table() -> str:
+    """What the rules say about each layout that recipes write, without what is seen in a model."""
+    layouts: dict[str, Sequence[str]] = {}
+    for recipe in list_recipes():
+        fmt = build(recipe.format.name, recipe.format.options, "bfloat16")
+        layers = Layers({"layer": fmt})
+        layouts[layout_of(layers)] = [verdict.answer for verdict in verdicts(layers)[1:]]
+    return markdown_table(("layout", *OTHERS), [(layout, *layouts[layout]) for layout in sorted(layouts)])
+
+
+def source_table() -> str:
+    """What was read for the rules and the launch commands, and in which state."""
+    lines = [
+        (engine, project.repository, f"`{path}`", read.version, read.date)
+        for engine, project in PROJECTS.items()
+        for path, read in project.read.items()
+    ]
+    return markdown_table(("engine", "project", "source", "release or commit", "read"), lines)
 
 
 def load_table(known: list[Row], model: str, tried: Sequence[str] = ()) -> str:

@@ -12,21 +12,27 @@ from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.eval.plan.on_gpu import OnGpu
+    from quantkit.formats.engine_rules import EngineName
     from quantkit.inspection import Inspection
-    from quantkit.launch import Target
+    from quantkit.launch import Target, Wishes
 
 
-_KINDS = ("commands", "kubernetes")
-_LAUNCH = "Print commands that serve it with vLLM, SGLang and quantkit; `kubernetes`: a manifest for Ray."
+_LAUNCH = (
+    "Print the command that serves it with an engine (vllm, sglang, tensorrt-llm, tgi, llama.cpp, ollama, "
+    "transformers, quantkit), without a name with every one; `kubernetes`: a manifest for Ray."
+)
 
 
 @click.command("inspect", short_help="Show what is inside a checkpoint and which engines load it.")
 @click.argument("checkpoint", required=False)
 @click.option("--gpu", metavar="NAME", help="What the runtime would do on this GPU, here or not: l4, a100-80, h100.")
-@click.option("--launch", is_flag=False, flag_value="commands", metavar="[kubernetes]", help=_LAUNCH)
+@click.option("--launch", is_flag=False, flag_value="commands", metavar="[ENGINE|kubernetes]", help=_LAUNCH)
 @click.option("--tensor-parallel", default=1, metavar="N", help="With --launch: GPUs that share every layer.")
 @click.option("--pipeline-parallel", default=1, metavar="N", help="With --launch: stages of consecutive layers.")
 @click.option("--max-context", type=int, metavar="N", help="With --launch: tokens of a request; default: the model's.")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="With --launch: where the server listens.")
+@click.option("--kv-dtype", type=click.Choice(("fp8", "int8", "int4")), help="With --launch: of the KV cache.")
+@click.option("--chat-template", metavar="FILE", help="With --launch: Jinja; TGI: a tokenizer config, Ollama: Go.")
 @click.option("--replicas", default="1,2", show_default=True, metavar="MIN,MAX", help="With --launch kubernetes.")
 @click.option("--image", metavar="NAME", help="With --launch kubernetes: one with quantkit and Ray in it.")
 @json_option
@@ -37,6 +43,9 @@ def command(
     tensor_parallel: int,
     pipeline_parallel: int,
     max_context: int | None,
+    port: int | None,
+    kv_dtype: str | None,
+    chat_template: str | None,
     replicas: str,
     image: str | None,
     as_json: bool,
@@ -48,22 +57,22 @@ def command(
     quantkit inspect demo-nf4 --json
     quantkit inspect org/model-fp8 --gpu a100-80
     quantkit inspect org/model --launch --tensor-parallel 2
+    quantkit inspect model.gguf --launch ollama
     quantkit inspect org/model --launch kubernetes --replicas 1,4 > service.yaml
     """
-    if launch is not None and launch not in _KINDS and checkpoint is None:
+    if launch is not None and checkpoint is None:
         checkpoint, launch = launch, "commands"  # `inspect --launch PATH`
     if checkpoint is None:
         raise InputError("which checkpoint? Give a folder, a hub name or 'demo'")
     if launch is not None:
         if gpu is not None:
             raise InputError("--gpu and --launch print different things; give one of them")
-        from quantkit.launch import read_target
+        from quantkit.launch import Wishes, read_target
 
-        if launch not in _KINDS:
-            raise InputError(f"--launch is '{launch}', but must be kubernetes or nothing")
+        engines = _engines(launch)
         target = read_target(checkpoint, tensor=tensor_parallel, pipeline=pipeline_parallel, max_context=max_context)
-        if launch == "commands":
-            _print_commands(target, as_json=as_json)
+        if engines:
+            _print_commands(target, Wishes(port, kv_dtype, chat_template), engines, as_json=as_json)
         else:
             _print_manifest(target, _replicas(replicas), image, as_json=as_json)
         return
@@ -86,10 +95,21 @@ def _look(checkpoint: str, gpu: str) -> OnGpu:
     return look_on_gpu(checkpoint, gpu)
 
 
-def _print_commands(target: Target, *, as_json: bool) -> None:
+def _engines(launch: str) -> tuple[EngineName, ...]:
+    """Those whose commands are asked for; none where it is the manifest."""
+    from quantkit.launch.commands import ORDER
+
+    by_name = {engine.lower(): (engine,) for engine in ORDER} | {"commands": ORDER, "kubernetes": ()}
+    if launch.lower() not in by_name:
+        names = ", ".join((*(engine.lower() for engine in ORDER), "kubernetes"))
+        raise InputError(f"--launch is '{launch}', but must be one of {names}, or nothing for every engine")
+    return by_name[launch.lower()]
+
+
+def _print_commands(target: Target, wishes: Wishes, engines: tuple[EngineName, ...], *, as_json: bool) -> None:
     from quantkit.launch import launches
 
-    found = launches(target)
+    found = launches(target, wishes, engines)
     if as_json:
         print_json({"checkpoint": target.given, "launch": [one.to_dict() for one in found]})
     else:
@@ -128,10 +148,7 @@ def _print(found: Inspection) -> None:
         print_table("Schemes", ("scheme", "modules"), list(found.schemes.items()))
     _sizes("Bytes per part", "part", found.part_bytes, found.bytes)
     _sizes("Bytes per layer", "layer", found.layer_bytes, found.bytes)
-    rows = [
-        (verdict.engine, "yes" if verdict.loads else "no", verdict.remark, verdict.evidence)
-        for verdict in found.engines
-    ]
+    rows = [(verdict.engine, verdict.answer, verdict.remark, verdict.evidence) for verdict in found.engines]
     print_table("Engines", ("engine", "loads", "remark", "evidence"), rows)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 from quantkit.errors import CannotHold, InputError, did_you_mean
 from quantkit.formats.awq import Awq, AwqDialect
-from quantkit.formats.base import Dialect, Format, Index, Parts, PartSpec, QuantizedWeight, Refusal, Shape, TensorInfo
+from quantkit.formats.base import Dialect, Format, Index, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo
 from quantkit.formats.bitsandbytes import BitsAndBytesDialect
 from quantkit.formats.bnb_4bit import Fp4, Nf4
 from quantkit.formats.codebook import CodebookWeight
 from quantkit.formats.compressed_tensors import CompressedTensorsDialect
 from quantkit.formats.ct_float8 import CtFloat8, Float8Weight
 from quantkit.formats.ct_integer import CtInt8, CtPacked
+from quantkit.formats.engine_rules import Refusal
 from quantkit.formats.gguf import Gguf, GgufDialect, GgufWeight
 from quantkit.formats.gptq import Gptq, GptqDialect
 from quantkit.formats.integer import IntegerFormat, IntegerWeight

@@ -19,15 +19,12 @@ from torch import Tensor
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
-    LEAVES_EXPERTS_OUT,
     Dialect,
-    EngineName,
     Format,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_divides,
@@ -37,6 +34,17 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.bits import pack, unpack
+from quantkit.formats.engine_rules import (
+    SGLANG_AWQ,
+    TGI_MARLIN,
+    TRANSFORMERS_AWQ,
+    TRT_CONFIG,
+    TRT_READS_ITS_OWN,
+    VLLM_MARLIN,
+    EngineName,
+    Refusal,
+    leaves_experts_out,
+)
 from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, middle_code, refused_groups
 
 NIBBLE_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this one of its eight columns
@@ -119,6 +127,9 @@ class Awq(IntegerFormat):
 
     def refusals(self) -> Iterator[Refusal]:
         yield from refused_groups(self.group_size)
+        if self.group_size not in MARLIN_GROUPS:
+            said = f"no Marlin kernel for groups of {self.group_size}; what its older kernels do was not followed"
+            yield Refusal("TGI", said, TGI_MARLIN, certain=False)
 
     @property
     def only_float16_elsewhere(self) -> bool:
@@ -129,8 +140,15 @@ class Awq(IntegerFormat):
 class AwqDialect(Dialect):
     quant_method: ClassVar[str] = "awq"
     formats: ClassVar[tuple[type[Format], ...]] = (Awq,)
+    readers: ClassVar[Mapping[EngineName, str]] = {
+        "transformers": TRANSFORMERS_AWQ,
+        "vLLM": VLLM_MARLIN,
+        "SGLang": SGLANG_AWQ,
+        "TGI": TGI_MARLIN,
+    }
+    refusals: ClassVar[tuple[Refusal, ...]] = (Refusal("TensorRT-LLM", TRT_READS_ITS_OWN, TRT_CONFIG),)
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("gptqmodel",)}
-    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (LEAVES_EXPERTS_OUT,)
+    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (leaves_experts_out(TRANSFORMERS_AWQ),)
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         if len(set(modules.values())) != 1:

@@ -16,17 +16,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.formats.engine_rules import EngineName, Refusal
 
 Parts = dict[str, Tensor]
 Shape = tuple[int, int]  # (out_features, in_features)
 Index = slice | Tensor  # some outputs or inputs of a layer: a slice with start and stop, or int64 numbers in any order
-EngineName = Literal["quantkit", "transformers", "vLLM", "SGLang"]
 ANY_LENGTH = -1  # in a PartSpec: a one-dimensional part whose length is known only when it is written
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -58,13 +58,6 @@ class InputRounding(NamedTuple):
     arithmetic: str  # of the products: `int8` or `fp8`
     calibrated: bool = False  # by one scale that calibration found and `pack` stores; else by scales of their own
     outlier_threshold: float | None = None  # columns with a value of this magnitude or more stay in 16 bits
-
-
-class Refusal(NamedTuple):
-    """Why an engine does not load layers of a format."""
-
-    engine: EngineName
-    reason: str
 
 
 class QuantizedWeight(ABC):
@@ -224,12 +217,6 @@ class Format(ABC):
         return self.unpack(parts).dequantize(dtype)
 
 
-LEAVES_EXPERTS_OUT = Refusal(
-    "transformers",
-    "leaves quantized experts out and goes on with random ones; use compressed-tensors without zero points",
-)
-
-
 class TensorInfo(NamedTuple):
     """What a safetensors header says about one tensor: its dtype in safetensors' spelling, and its shape."""
 
@@ -242,6 +229,8 @@ class Dialect(ABC):
 
     quant_method: ClassVar[str]
     formats: ClassVar[tuple[type[Format], ...]]
+    readers: ClassVar[Mapping[EngineName, str]]  # which engines read it, by the source that says so
+    refusals: ClassVar[tuple[Refusal, ...]] = ()  # of engines that read nothing of it
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {}  # that an engine needs beside itself to load it
     serve_flags: ClassVar[Mapping[EngineName, str]] = {}  # that an engine's command needs
     cut_elsewhere: ClassVar[bool] = True  # whether vLLM and SGLang divide its layers among GPUs

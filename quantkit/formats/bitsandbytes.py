@@ -6,14 +6,35 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import Dialect, EngineName, Format, Refusal, TensorInfo, modules_with
+from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with
 from quantkit.formats.bnb_4bit import BLOCK_SIZES, STATE, Bnb4Bit, Fp4, Nf4
+from quantkit.formats.engine_rules import (
+    SGLANG_BNB,
+    TGI_METHODS,
+    TRANSFORMERS_BNB,
+    TRT_CONFIG,
+    TRT_READS_ITS_OWN,
+    VLLM_BNB,
+    EngineName,
+    Refusal,
+)
 from quantkit.formats.llm_int8 import LlmInt8
+
+_ROUNDS_AT_START = "rounds 16-bit weights when it starts, and reads no stored codes; give it the original model"
 
 
 class BitsAndBytesDialect(Dialect):
     quant_method: ClassVar[str] = "bitsandbytes"
     formats: ClassVar[tuple[type[Format], ...]] = (Nf4, Fp4, LlmInt8)
+    readers: ClassVar[Mapping[EngineName, str]] = {
+        "transformers": TRANSFORMERS_BNB,
+        "vLLM": VLLM_BNB,
+        "SGLang": SGLANG_BNB,
+    }
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal("TensorRT-LLM", TRT_READS_ITS_OWN, TRT_CONFIG),
+        Refusal("TGI", _ROUNDS_AT_START, TGI_METHODS),
+    )
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {
         "transformers": ("bitsandbytes",),
         "vLLM": ("vllm-bnb-plugin",),
@@ -24,7 +45,11 @@ class BitsAndBytesDialect(Dialect):
     }
     cut_elsewhere: ClassVar[bool] = False
     refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (
-        Refusal("transformers", "takes the codes of experts for weights; use a recipe of compressed-tensors"),
+        Refusal(
+            "transformers",
+            "takes the codes of experts for weights; use a recipe of compressed-tensors",
+            TRANSFORMERS_BNB,
+        ),
     )
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quantkit.errors import InputError
-from quantkit.formats.base import Dialect, EngineName, Format, TensorInfo, modules_with, stored_dtype
+from quantkit.formats.base import Dialect, Format, TensorInfo, modules_with, stored_dtype
 from quantkit.formats.ct_float8 import BLOCK, CtFloat8
 from quantkit.formats.ct_integer import CtInt8, CtPacked
 from quantkit.formats.e2m1 import MX_BLOCK, NV_BLOCK
+from quantkit.formats.engine_rules import SGLANG_CT, TGI_CT, TRANSFORMERS_CT, TRT_CT, VLLM_CT, EngineName
 from quantkit.formats.mxfp4 import CtMxfp4
 from quantkit.formats.nvfp4 import CtNvfp4
 
@@ -26,6 +27,13 @@ _ON_DISK = {
 class CompressedTensorsDialect(Dialect):
     quant_method: ClassVar[str] = "compressed-tensors"
     formats: ClassVar[tuple[type[Format], ...]] = (CtPacked, CtInt8, CtFloat8, CtMxfp4, CtNvfp4)
+    readers: ClassVar[Mapping[EngineName, str]] = {
+        "transformers": TRANSFORMERS_CT,
+        "vLLM": VLLM_CT,
+        "SGLang": SGLANG_CT,
+        "TensorRT-LLM": TRT_CT,
+        "TGI": TGI_CT,
+    }
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("compressed-tensors",)}
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ scale per tensor, and round again what has another one, so these share it: they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ from quantkit.formats.base import (
     scaled,
     widen,
 )
+from quantkit.formats.engine_rules import TGI_CT_FLOAT8, TRT_CT, Refusal
 from quantkit.formats.integer import round_scales
 
 LARGEST = 448.0  # of float8 e4m3
@@ -225,3 +226,12 @@ class CtFloat8(Format):
     def needs_all_inputs(self, share: int) -> bool:
         """Blocks are rounded one by one; elsewhere a token's scale covers all its inputs, unless it was calibrated."""
         return bool(share % BLOCK) if self.strategy == "block" else self.activations == "dynamic"
+
+    def refusals(self) -> Iterator[Refusal]:
+        if self.strategy == "tensor" or self.activations != "dynamic":
+            yield Refusal("TensorRT-LLM", "FP8 of compressed-tensors only by row or block, inputs by token", TRT_CT)
+        if self.strategy == "block":
+            yield Refusal("TGI", "FP8 of compressed-tensors only by row or tensor", TGI_CT_FLOAT8)
+        elif self.activations == "exact":
+            said = "whether it rounds the inputs of FP8 that leaves them alone was not followed"
+            yield Refusal("TGI", said, TGI_CT_FLOAT8, certain=False)

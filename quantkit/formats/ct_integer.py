@@ -27,14 +27,22 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     quotient,
     scaled,
     widen,
 )
 from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
-from quantkit.formats.integer import IntegerFormat, IntegerWeight, middle_code
+from quantkit.formats.engine_rules import (
+    SGLANG_CT_WEIGHTS,
+    TGI_CT,
+    TGI_CT_WEIGHTS,
+    TGI_MARLIN,
+    TRT_CT,
+    VLLM_CT_WEIGHTS,
+    Refusal,
+)
+from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight, middle_code
 
 
 @dataclass(frozen=True)
@@ -130,9 +138,19 @@ class CtPacked(IntegerFormat):
 
     def refusals(self) -> Iterator[Refusal]:
         if not self.sym and self.bits not in (4, 8):
-            yield Refusal("vLLM", f"asymmetric compressed-tensors only at 4 or 8 bits, not {self.bits}")
+            said = f"asymmetric compressed-tensors only at 4 or 8 bits, not {self.bits}"
+            yield Refusal("vLLM", said, VLLM_CT_WEIGHTS)
         if self.bits not in (4, 8):
-            yield Refusal("SGLang", f"compressed-tensors weights only at 4 or 8 bits, not {self.bits}")
+            said = f"compressed-tensors weights only at 4 or 8 bits, not {self.bits}"
+            yield Refusal("SGLang", said, SGLANG_CT_WEIGHTS)
+            yield Refusal("TGI", said, TGI_CT)
+        if not self.sym:
+            yield Refusal("TGI", "looks for the zero points of compressed-tensors under GPTQ's name", TGI_CT_WEIGHTS)
+        if self.group_size not in MARLIN_GROUPS:
+            said = f"groups of 32, 64, 128 or a whole row only, not {self.group_size}"
+            yield Refusal("TGI", said, TGI_MARLIN)
+        said = "reads FP8 and FP4 of compressed-tensors, no integers; use the recipe fp8"
+        yield Refusal("TensorRT-LLM", said, TRT_CT)
 
     def _unpack_words(self, words: Tensor, count: int) -> Tensor:
         """Versions up to 0.16 left the top bits of each word unused at widths that do not divide 32."""
@@ -203,3 +221,6 @@ class CtInt8(IntegerFormat):
 
     def needs_all_inputs(self, share: int) -> bool:
         return True
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield Refusal("TensorRT-LLM", "takes 8 bits of compressed-tensors for FP8, whatever their type", TRT_CT)

@@ -17,16 +17,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.formats.base import Refusal, quotient
+from quantkit.formats.base import quotient
 from quantkit.formats.bits import pack, unpack
 from quantkit.formats.codebook import CodebookWeight, DividedScales, table_of
 from quantkit.formats.ct_float8 import LARGEST as LARGEST_SCALE
 from quantkit.formats.ct_float8 import round_to_float8
+from quantkit.formats.engine_rules import SGLANG_CT_MXFP4, TGI_CT, Refusal
 
 KIND = "e2m1"  # of the table
 MX_BLOCK, NV_BLOCK = 32, 16
 LARGEST = 6.0
-WEIGHTS_ALONE = Refusal("SGLang", "4-bit floats of compressed-tensors only where activations have 4 bits too")
+_REFUSED_BEFORE = (
+    "4-bit floats with 16-bit activations were refused in August 2026; newer sources have kernels for them, not tried"
+)
+WEIGHTS_ALONE = (
+    Refusal("SGLang", _REFUSED_BEFORE, SGLANG_CT_MXFP4, certain=False),
+    Refusal("TGI", "no 4-bit floats of compressed-tensors", TGI_CT),
+)
 _TO_LARGEST = 3  # frexp's exponent of a magnitude, less this, brings it to between 4 and 8
 _NV_TRIED = (LARGEST, 4.0, 4.5, 5.5, 6.5, 7.0)  # what a block's largest magnitude becomes; 5, 7.5 and 8 gain nothing
 _BIAS, _NO_SCALE = 127, 255  # of E8M0; the byte 255 is no number

@@ -22,15 +22,12 @@ from torch import Tensor
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     DTYPES,
-    LEAVES_EXPERTS_OUT,
     Dialect,
-    EngineName,
     Format,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_choice,
@@ -42,6 +39,18 @@ from quantkit.formats.base import (
     widen,
 )
 from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
+from quantkit.formats.engine_rules import (
+    SGLANG_GPTQ,
+    TGI_MARLIN,
+    TGI_TRITON,
+    TRANSFORMERS_GPTQ,
+    TRT_CONFIG,
+    TRT_READS_ITS_OWN,
+    VLLM_GPTQ,
+    EngineName,
+    Refusal,
+    leaves_experts_out,
+)
 from quantkit.formats.integer import (
     MARLIN_GROUPS,
     IntegerFormat,
@@ -144,10 +153,21 @@ class Gptq(IntegerFormat):
     def refusals(self) -> Iterator[Refusal]:
         if not (self.sym and self.bits in (4, 8)):
             said = f"GPTQ only symmetric at 4 or 8 bits, not {self.describe()}; use compressed-tensors or AWQ"
-            yield Refusal("vLLM", said)
+            yield Refusal("vLLM", said, VLLM_GPTQ)
         yield from refused_groups(self.group_size)
         if self.group_size == -1 and not self.sym:
-            yield Refusal("SGLang", "asymmetric GPTQ needs groups")
+            yield Refusal("SGLang", "asymmetric GPTQ needs groups", SGLANG_GPTQ)
+        yield from self._refused_by_tgi()
+
+    def _refused_by_tgi(self) -> Iterator[Refusal]:
+        """Its Marlin kernels take no zero points, and so no version of them; what else it has is older."""
+        if self.bits == 3:
+            yield Refusal("TGI", "GPTQ only at 2, 4 or 8 bits, not 3", TGI_TRITON)
+        elif not (self.sym and self.bits in (4, 8) and self.group_size in MARLIN_GROUPS):
+            if self.version == 2:
+                yield Refusal("TGI", "reads all zero points as those of GPTQ's version 1", TGI_TRITON)
+            said = f"no Marlin kernel for GPTQ {self.describe()}; what its older kernels do was not followed"
+            yield Refusal("TGI", said, TGI_MARLIN, certain=False)
 
     @property
     def only_float16_elsewhere(self) -> bool:
@@ -189,9 +209,16 @@ def _options(fmt: Gptq) -> dict[str, Any]:
 class GptqDialect(Dialect):
     quant_method: ClassVar[str] = "gptq"
     formats: ClassVar[tuple[type[Format], ...]] = (Gptq,)
+    readers: ClassVar[Mapping[EngineName, str]] = {
+        "transformers": TRANSFORMERS_GPTQ,
+        "vLLM": VLLM_GPTQ,
+        "SGLang": SGLANG_GPTQ,
+        "TGI": TGI_MARLIN,
+    }
+    refusals: ClassVar[tuple[Refusal, ...]] = (Refusal("TensorRT-LLM", TRT_READS_ITS_OWN, TRT_CONFIG),)
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("gptqmodel", "optimum")}
     lists_gates: ClassVar[bool] = False  # nobody's GPTQ files do, and engines know it
-    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (LEAVES_EXPERTS_OUT,)
+    refusals_of_experts: ClassVar[tuple[Refusal, ...]] = (leaves_experts_out(TRANSFORMERS_GPTQ),)
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         gptq = {name: fmt for name, fmt in modules.items() if isinstance(fmt, Gptq)}

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CannotHold, InputError
-from quantkit.formats.base import DTYPES, Format, Index, QuantizedWeight, Refusal, Shape, check_choice, check_divides
+from quantkit.formats.base import DTYPES, Format, Index, QuantizedWeight, Shape, check_choice, check_divides
+from quantkit.formats.engine_rules import VLLM_MARLIN, Refusal
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ MARLIN_GROUPS = (-1, 32, 64, 128)  # group sizes that the newer kernels of vLLM 
 def refused_groups(group_size: int) -> Iterator[Refusal]:
     """Where the group size of a GPTQ or AWQ layer is one that vLLM has no kernel for."""
     if group_size not in MARLIN_GROUPS:
-        yield Refusal("vLLM", f"groups of 32, 64, 128 or a whole row only, not {group_size}")
+        yield Refusal("vLLM", f"groups of 32, 64, 128 or a whole row only, not {group_size}", VLLM_MARLIN)
 
 
 def middle_code(bits: int) -> int:

@@ -27,7 +27,6 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_choice,
@@ -38,6 +37,15 @@ from quantkit.formats.base import (
 )
 from quantkit.formats.codebook import CodebookWeight
 from quantkit.formats.e2m1 import KIND, MX_BLOCK, WEIGHTS_ALONE, pack_codes, power_table, quantize_mxfp4, unpack_codes
+from quantkit.formats.engine_rules import (
+    SGLANG_MXFP4,
+    TRANSFORMERS_MXFP4,
+    TRT_CONFIG,
+    TRT_CT,
+    VLLM_MXFP4,
+    EngineName,
+    Refusal,
+)
 
 _EXPONENT = 7  # where the exponent of a bfloat16 begins
 
@@ -133,7 +141,9 @@ class CtMxfp4(Mxfp4):
         return shape[0], shape[1] // 2
 
     def refusals(self) -> Iterator[Refusal]:
-        yield WEIGHTS_ALONE
+        yield from WEIGHTS_ALONE
+        said = "its reader takes MXFP4 of compressed-tensors; whether dense layers have a kernel was not followed"
+        yield Refusal("TensorRT-LLM", said, TRT_CT, certain=False)
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,12 @@ class Mxfp4Dialect(Dialect):
 
     quant_method: ClassVar[str] = "mxfp4"
     formats: ClassVar[tuple[type[Format], ...]] = (BlockMxfp4,)
+    readers: ClassVar[Mapping[EngineName, str]] = {
+        "transformers": TRANSFORMERS_MXFP4,
+        "vLLM": VLLM_MXFP4,
+        "SGLang": SGLANG_MXFP4,
+        "TensorRT-LLM": TRT_CONFIG,
+    }
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         raise CannotHold(

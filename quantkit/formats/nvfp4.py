@@ -25,7 +25,6 @@ from quantkit.formats.base import (
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     check_choice,
     check_divides,
@@ -34,6 +33,7 @@ from quantkit.formats.base import (
 )
 from quantkit.formats.codebook import CodebookWeight, DividedScales
 from quantkit.formats.e2m1 import KIND, NV_BLOCK, WEIGHTS_ALONE, pack_codes, quantize_nvfp4, unpack_codes
+from quantkit.formats.engine_rules import TRT_CT, Refusal
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class CtNvfp4(Format):
         return Narrowed(dict(parts) | narrowed, outputs, inputs)
 
     def refusals(self) -> Iterator[Refusal]:
-        yield WEIGHTS_ALONE
+        yield from WEIGHTS_ALONE
+        yield Refusal("TensorRT-LLM", "NVFP4 only where activations have 4 bits too", TRT_CT)
 
     def input_unit(self, inputs: int) -> int:
         return NV_BLOCK

@@ -169,10 +169,7 @@ def _quality(quality: Quality | None) -> str:
 
 
 def _engines(engines: Iterable[Verdict]) -> str:
-    rows = [
-        (verdict.engine, "yes" if verdict.loads else "no", _cell(verdict.remark), _cell(verdict.evidence))
-        for verdict in engines
-    ]
+    rows = [(verdict.engine, verdict.answer, _cell(verdict.remark), _cell(verdict.evidence)) for verdict in engines]
     return _table(("engine", "loads", "remark", "evidence"), rows)
 
 
@@ -184,6 +181,8 @@ def _loading(facts: CardFacts) -> str:
 
 
 def _way_to_load(verdict: Verdict, facts: CardFacts) -> str:
+    if verdict.loads is None:
+        return f"Whether {verdict.engine} loads it is not known: {_cell(verdict.remark)}."
     if not verdict.loads:
         return f"{verdict.engine} does not load it: {_cell(verdict.remark)}."
     installed, command, code = _WAYS_TO_LOAD[verdict.engine]

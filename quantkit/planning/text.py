@@ -26,13 +26,15 @@ def describe(plan: QuantizePlan) -> list[tuple[str, str]]:
     if needs.gpu is not None:
         lines.append(("GPU memory", f"about {_need(needs.gpu, 'free')}"))
     lines.append(("time", f"about {human_duration(needs.seconds)} on {needs.device}"))
-    for verdict in plan.engines:
-        if verdict.loads:
-            lines.append(("loads in", _with_evidence(f"{verdict.engine} {verdict.remark}".strip(), verdict)))
-    for verdict in plan.engines:
-        if not verdict.loads:
-            lines.append(("not in", _with_evidence(f"{verdict.engine}: {verdict.remark}", verdict)))
+    for label, answer in (("loads in", "yes"), ("not in", "no"), ("perhaps in", "unknown")):
+        said = [verdict for verdict in plan.engines if verdict.answer == answer]
+        lines += [(label, _with_evidence(_named(verdict), verdict)) for verdict in said]
     return lines + [("warning", warning) for warning in plan.warnings]
+
+
+def _named(verdict: Verdict) -> str:
+    colon = "" if verdict.loads else ":"
+    return f"{verdict.engine}{colon} {verdict.remark}".strip()
 
 
 def _with_evidence(text: str, verdict: Verdict) -> str:

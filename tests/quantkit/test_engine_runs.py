@@ -8,10 +8,19 @@ import pytest
 from quantkit.arch import family_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.convert import target_format
-from quantkit.engine_runs import RESULTS, Run, newest, read_runs, run_of_layout
+from quantkit.engine_runs import (
+    GGUF_RESULTS,
+    RESULTS,
+    Run,
+    newest,
+    read_gguf_runs,
+    read_runs,
+    run_of_blocks,
+    run_of_layout,
+)
 from quantkit.engines import NOT_RUN, Layers, Verdict, layout_of, verdicts
 from quantkit.eval.interop.checkpoints import Tried, all_tried
-from quantkit.formats import Awq, CtPacked, Format, Gptq
+from quantkit.formats import Awq, CtPacked, Format, Gguf, Gptq
 from quantkit.recipe import load_recipe
 from quantkit.sources import model_folder
 
@@ -67,15 +76,31 @@ def test_verdicts_say_what_was_seen(run: Run) -> None:
 def test_without_a_row_a_verdict_rests_on_the_source() -> None:
     odd = Layers({"layer": Gptq(bits=2, group_size=1024)})
     assert run_of_layout("vLLM", layout_of(odd)) is None
-    assert {verdict.engine: verdict.evidence for verdict in verdicts(odd)} == {
-        "quantkit": "", "transformers": NOT_RUN, "vLLM": NOT_RUN, "SGLang": NOT_RUN
-    }  # fmt: skip
+    assert {verdict.evidence for verdict in verdicts(odd)[1:]} == {NOT_RUN}
     have = {(run.engine, run.layout) for run in read_runs()}
     for tried in TRIED.values():
         layers = planned(tried)
         for verdict in verdicts(layers):
             if verdict.engine != "quantkit" and (verdict.engine, layout_of(layers)) not in have:
-                assert verdict.evidence == NOT_RUN
+                assert verdict.evidence == (NOT_RUN if verdict.sources else "not run")
+
+
+@pytest.mark.parametrize("run", read_gguf_runs(), ids=lambda run: f"{run.checkpoint}-{run.date}")
+def test_files_that_llama_cpp_ran_are_evidence(run: Run) -> None:
+    """It computed what the file means, and the verdict about such blocks names a run."""
+    assert run.works
+    blocks = set(re.findall(r"x (\w+)", run.layout)) - {"F32", "F16", "BF16"}
+    if not blocks:
+        return
+    found = {one.engine: one for one in verdicts(Layers({kind: Gguf(kind) for kind in blocks}))}
+    assert found["llama.cpp"].loads
+    assert re.fullmatch(r"run with llama.cpp \S+, \d{4}-\d\d-\d\d", found["llama.cpp"].evidence)
+    assert found["Ollama"].evidence == NOT_RUN
+
+
+def test_types_that_no_file_had_together_were_not_run() -> None:
+    assert run_of_blocks("llama.cpp", frozenset({"Q4_K", "IQ4_NL"})) is None
+    assert run_of_blocks("Ollama", frozenset({"Q4_K"})) is None
 
 
 def test_evidence_names_the_newest_run(tmp_path: Path) -> None:
@@ -97,7 +122,9 @@ def test_loading_is_not_enough() -> None:
 
 
 def test_the_rows_travel_with_the_package() -> None:
-    """The one file, which pyproject.toml puts into wheels."""
+    """The files, which pyproject.toml puts into wheels."""
     root = Path(__file__).parents[2]
     assert RESULTS.resolve() == root / "eval" / "results" / "interop.csv"
-    assert '"quantkit.eval.results" = ["interop.csv"]' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert GGUF_RESULTS.resolve() == root / "eval" / "results" / "gguf.csv"
+    packaged = '"quantkit.eval.results" = ["interop.csv", "gguf.csv"]'
+    assert packaged in (root / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,43 +1,94 @@
 """Which engines load what: the rules of FORMATS by example."""
 
+import re
+from collections.abc import Iterator
+
 import pytest
 
-from quantkit.engines import NOT_RUN, Layers, Verdict, layout_of, verdicts
-from quantkit.formats import DIALECTS, Awq, CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format, Gptq, LlmInt8, Nf4
+from quantkit.engines import NO_SOURCE, NOT_RUN, Layers, Verdict, layout_of, verdicts
+from quantkit.formats import (
+    DIALECTS,
+    Awq,
+    BlockMxfp4,
+    CtFloat8,
+    CtInt8,
+    CtMxfp4,
+    CtNvfp4,
+    CtPacked,
+    Format,
+    Gguf,
+    GgufDialect,
+    Gptq,
+    LlmInt8,
+    Nf4,
+    Refusal,
+    build,
+)
+from quantkit.formats.engine_rules import ENGINES, OTHERS, PLAIN_READERS, PROJECTS
+from quantkit.launch.serve_commands import SERVE_COMMANDS, OllamaFile
+from quantkit.recipe import list_recipes, load_recipe
+
+FILES_ONLY = {"llama.cpp", "Ollama"}  # which take GGUF files, and say so of every folder
 
 
-def refusing(*formats: Format, kept: tuple[str, ...] = ()) -> set[str]:
-    layers = Layers({f"layer{i}": fmt for i, fmt in enumerate(formats)}, kept)
-    return {verdict.engine for verdict in verdicts(layers) if not verdict.loads}
+def answers(layers: Layers) -> dict[str, str]:
+    """Of the engines that do not simply load it, but for those that load files only."""
+    found = verdicts(layers)
+    assert [verdict.engine for verdict in found] == list(ENGINES)
+    return {one.engine: one.answer for one in found if one.answer != "yes" and one.engine not in FILES_ONLY}
+
+
+def said_of(*formats: Format) -> dict[str, str]:
+    return answers(Layers({f"layer{i}": fmt for i, fmt in enumerate(formats)}))
+
+
+def no(*engines: str) -> dict[str, str]:
+    return dict.fromkeys(engines, "no")
+
+
+def unknown(*engines: str) -> dict[str, str]:
+    return dict.fromkeys(engines, "unknown")
+
+
+TRT = "TensorRT-LLM"
 
 
 @pytest.mark.parametrize(
-    ("fmt", "engines"),
+    ("fmt", "expected"),
     [
-        (Gptq(), set()),
-        (Gptq(bits=8, group_size=-1), set()),
-        (Gptq(bits=3), {"vLLM"}),
-        (Gptq(sym=False), {"vLLM"}),
-        (Gptq(group_size=256), {"vLLM"}),
-        (Awq(), set()),
-        (CtPacked(), set()),
-        (CtPacked(bits=3), {"SGLang"}),
-        (CtPacked(bits=3, sym=False), {"vLLM", "SGLang"}),
-        (CtInt8(), set()),
-        (CtFloat8(), set()),
-        (CtMxfp4(), {"SGLang"}),
-        (CtNvfp4(), {"SGLang"}),
-        (Nf4(), set()),
-        (LlmInt8(), set()),
+        (Gptq(), no(TRT)),
+        (Gptq(bits=8, group_size=-1), no(TRT)),
+        (Gptq(bits=3), no("vLLM", TRT, "TGI")),
+        (Gptq(sym=False), no("vLLM", TRT) | unknown("TGI")),
+        (Gptq(sym=False, version=2), no("vLLM", TRT, "TGI")),
+        (Gptq(group_size=256), no("vLLM", TRT) | unknown("TGI")),
+        (Awq(), no(TRT)),
+        (Awq(group_size=16), no("vLLM", TRT) | unknown("TGI")),
+        (CtPacked(), no(TRT)),
+        (CtPacked(sym=False), no(TRT, "TGI")),
+        (CtPacked(bits=3), no("SGLang", TRT, "TGI")),
+        (CtPacked(bits=3, sym=False), no("vLLM", "SGLang", TRT, "TGI")),
+        (CtInt8(), no(TRT)),
+        (CtFloat8(), {}),
+        (CtFloat8(strategy="block"), no("TGI")),
+        (CtFloat8(strategy="tensor", activations="static"), no(TRT)),
+        (CtMxfp4(), no("TGI") | unknown("SGLang", TRT)),
+        (CtNvfp4(), no("TGI", TRT) | unknown("SGLang")),
+        (Nf4(), no("TGI", TRT)),
+        (LlmInt8(), no("TGI", TRT)),
+        (BlockMxfp4(), unknown("TGI")),
+        (Gguf("Q4_K"), no("TGI") | unknown(TRT)),
     ],
 )
-def test_one_scheme(fmt: Format, engines: set[str]) -> None:
-    assert refusing(fmt) == engines
+def test_one_scheme(fmt: Format, expected: dict[str, str]) -> None:
+    assert said_of(fmt) == expected
 
 
 def test_mixed_gptq_belongs_in_compressed_tensors() -> None:
-    assert refusing(Gptq(), Gptq(bits=8)) == {"transformers", "vLLM"}
-    assert refusing(CtPacked(), CtPacked(bits=8)) == {"SGLang"}
+    assert said_of(Gptq(), Gptq(bits=8)) == no("transformers", "vLLM", TRT, "TGI")
+    assert said_of(CtPacked(), CtPacked(bits=8)) == no("SGLang", TRT) | unknown("TGI")
+    kept = Layers({"model.layers.0.mlp.up_proj": Awq()}, ("model.layers.0.mlp.down_proj",))
+    assert answers(kept) == no(TRT, "TGI")
 
 
 def test_kept_layers_must_be_the_same_in_every_block_for_transformers() -> None:
@@ -50,8 +101,96 @@ def test_kept_layers_must_be_the_same_in_every_block_for_transformers() -> None:
     ]
 
 
-def test_plain_models_load_everywhere() -> None:
-    assert refusing() == set()
+def test_plain_models_load_everywhere_but_where_files_are_wanted() -> None:
+    found = {verdict.engine: verdict for verdict in verdicts(Layers({}))}
+    assert answers(Layers({})) == {}
+    assert (found["llama.cpp"].answer, found["Ollama"].answer) == ("no", "unknown")
+    assert "convert --to gguf" in found["llama.cpp"].remark
+
+
+@pytest.mark.parametrize(
+    ("fmt", "command"), [(CtPacked(), "convert --to gguf"), (Gptq(act_order=True), "quantize -r q4_k_m"),
+                         (CtPacked(bits=8, group_size=32), "convert --to gguf"), (CtFloat8(), "quantize -r q4_k_m"),
+                         (CtPacked(sym=False), "quantize -r q4_k_m"), (Gptq(group_size=16), "quantize -r q4_k_m")],
+)  # fmt: skip
+def test_programs_for_gguf_say_how_to_come_by_a_file(fmt: Format, command: str) -> None:
+    for verdict in verdicts(Layers({"layer": fmt})):
+        if verdict.engine in FILES_ONLY:
+            assert verdict.loads is False
+            assert verdict.remark.startswith("not this layout")
+            assert command in verdict.remark
+
+
+def test_gguf_files_are_for_them() -> None:
+    for layers in (Layers({"a": Gguf("Q4_K"), "b": Gguf("Q6_K")}), Layers({}, gguf_file=True)):
+        found = {verdict.engine: verdict for verdict in verdicts(layers)}
+        assert all(found[engine].loads for engine in FILES_ONLY)
+        assert found["vLLM"].remark == "with vllm-gguf-plugin"
+    assert found["Ollama"].evidence == NOT_RUN
+
+
+def test_unknown_is_no_yes() -> None:
+    """Without a source nobody loads anything, and what is uncertain does not outweigh a refusal."""
+    (tgi,) = [verdict for verdict in verdicts(Layers({"a": BlockMxfp4()})) if verdict.engine == "TGI"]
+    assert (tgi.loads, tgi.reasons, tgi.sources, tgi.evidence) == (None, (NO_SOURCE,), (), "not run")
+    (mixed,) = [v for v in verdicts(Layers({"a": CtPacked(), "lm_head": CtPacked(bits=8)})) if v.engine == TRT]
+    assert mixed.loads is False
+    assert "lm_head" not in mixed.remark
+
+
+def all_refusals() -> Iterator[Refusal]:
+    """Of every layout that recipes write and of every rule above, alone and together."""
+    kinds = (
+        Gptq(),
+        Awq(),
+        CtPacked(),
+        CtPacked(bits=3, sym=False, group_size=16),
+        CtInt8(),
+        CtFloat8(strategy="block"),
+    )
+    kinds += (CtFloat8(strategy="tensor", activations="exact"), CtMxfp4(), CtNvfp4(), Nf4(), LlmInt8(), Gguf("Q4_K"))
+    for fmt in (*kinds, Gptq(bits=3), Gptq(sym=False, group_size=-1, version=2), Awq(group_size=16), BlockMxfp4()):
+        yield from fmt.refusals()
+    for dialect in (*DIALECTS.values(), GgufDialect()):
+        yield from (*dialect.refusals, *dialect.refusals_of_experts)
+
+
+def test_every_rule_names_a_source_that_was_read() -> None:
+    named = {(engine, source) for engine, source in PLAIN_READERS.items()}
+    for dialect in (*DIALECTS.values(), GgufDialect()):
+        named |= set(dialect.readers.items())
+    named |= {(refusal.engine, refusal.source) for refusal in all_refusals()}
+    for layers in ODD:
+        named |= {(verdict.engine, source) for verdict in verdicts(layers) for source in verdict.sources}
+    for serve in (*SERVE_COMMANDS.items(), ("Ollama", OllamaFile())):
+        named |= {(serve[0], source) for source in serve[1].sources}
+    read = {(engine, path) for engine, project in PROJECTS.items() for path in project.read}
+    assert named <= read
+    assert read - named == set(), "nobody uses these sources"
+    assert set(PROJECTS) == set(OTHERS)
+    assert all(re.fullmatch(r"20\d\d-\d\d(-\d\d)?", one.date) for p in PROJECTS.values() for one in p.read.values())
+
+
+EXPERT, HEAD = "model.layers.0.mlp.experts.0.up_proj", "lm_head"
+ODD = (
+    Layers({EXPERT: CtPacked(sym=False)}),
+    Layers({EXPERT: CtMxfp4()}, experts_apart=True),
+    Layers({HEAD: Gptq()}),
+    Layers({"a": Gptq(), "b": Gptq(bits=8)}),
+    Layers({"a": CtPacked(), "b": CtFloat8()}),
+)
+
+
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in list_recipes()])
+def test_every_layout_that_recipes_write_has_a_verdict_of_every_engine(recipe: str) -> None:
+    fmt = load_recipe(recipe).format
+    layers = Layers({"layer": build(fmt.name, fmt.options, "bfloat16")})
+    found = verdicts(layers)
+    assert [verdict.engine for verdict in found] == list(ENGINES)
+    for verdict in found[1:]:
+        assert verdict.answer in ("yes", "no", "unknown")
+        assert bool(verdict.sources) or verdict.reasons == (NO_SOURCE,)
+        assert verdict.loads or verdict.reasons
 
 
 def test_refusals_say_why() -> None:
@@ -63,13 +202,15 @@ def test_refusals_say_why() -> None:
 @pytest.mark.parametrize(
     ("fmt", "engines"),
     [(Gptq(), {"transformers"}), (Awq(), {"transformers"}), (Nf4(), {"transformers"}), (LlmInt8(), {"transformers"}),
-     (CtPacked(), set()), (CtPacked(sym=False), {"transformers"}), (CtFloat8(), set()), (CtMxfp4(), {"SGLang"})],
+     (CtPacked(), set()), (CtPacked(sym=False), {"transformers"}), (CtFloat8(), set()), (CtMxfp4(), set())],
 )  # fmt: skip
 def test_experts_that_transformers_keeps_in_one_tensor(fmt: Format, engines: set[str]) -> None:
     """As it was run: tests/interop/test_load_experts.py. A run of the same format without experts proves nothing; some
     with experts were given to vLLM."""
     layers = Layers({"model.layers.0.mlp.experts.0.up_proj": fmt})
-    assert {verdict.engine for verdict in verdicts(layers) if not verdict.loads} == engines
+    refused = {verdict.engine for verdict in verdicts(layers) if verdict.loads is False}
+    assert refused - FILES_ONLY - {TRT, "TGI"} == engines
+    assert not any(verdict.loads for verdict in verdicts(layers) if verdict.engine in (TRT, "TGI")), "nobody looked"
     assert layout_of(layers).endswith(" with experts")
     assert {verdict.evidence for verdict in verdicts(layers) if verdict.engine != "vLLM"} == {"", NOT_RUN}
     shared = Layers({"model.layers.0.mlp.shared_experts.up_proj": fmt})
@@ -88,15 +229,19 @@ def test_experts_that_transformers_keeps_in_one_tensor(fmt: Format, engines: set
 def test_packages_are_values_and_the_remark_is_made_of_them(fmt: Format, packages: dict[str, tuple[str, ...]]) -> None:
     found = verdicts(Layers({"a": fmt}))
     assert {verdict.engine: verdict.packages for verdict in found if verdict.packages} == packages
-    assert all(verdict.loads for verdict in found)
+    assert all(verdict.loads for verdict in found if verdict.engine in ("transformers", "vLLM", "SGLang"))
     (transformers,) = [verdict for verdict in found if verdict.engine == "transformers"]
     assert transformers.remark == "with " + " and ".join(packages["transformers"])
 
 
 def test_a_verdict_as_json() -> None:
-    refused = {"engine": "vLLM", "loads": False, "remark": "one; two", "evidence": NOT_RUN}
-    assert Verdict("vLLM", ("one", "two")).to_dict() == refused
-    assert Verdict("quantkit").to_dict() == {"engine": "quantkit", "loads": True, "remark": "", "evidence": ""}
+    path = next(iter(PROJECTS["vLLM"].read))
+    source = {"repository": "vllm-project/vllm", "path": path, **PROJECTS["vLLM"].read[path]._asdict()}
+    refused = {"engine": "vLLM", "loads": False, "remark": "one; two", "evidence": NOT_RUN, "sources": [source]}
+    assert Verdict("vLLM", ("one", "two"), sources=(path,)).to_dict() == refused
+    ours = {"engine": "quantkit", "loads": True, "remark": "", "evidence": "", "sources": []}
+    assert Verdict("quantkit").to_dict() == ours
+    assert Verdict("TGI", ("why",), known=False).to_dict()["loads"] is None
 
 
 def test_reasons_come_once_in_the_order_of_the_layers() -> None:

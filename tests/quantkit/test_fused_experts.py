@@ -107,11 +107,10 @@ def test_who_loads_it(published: Path, family_model: FamilyModel, tmp_path: Path
     inspected = inspect_checkpoint(published)
     assert inspected.schemes == {"mxfp4 MXFP4 b32": 24}
     assert inspected.quantized_bits_per_weight == 4.25
-    assert all(verdict.loads for verdict in inspected.engines)
+    assert [one.engine for one in inspected.engines if not one.loads] == ["TGI", "llama.cpp", "Ollama"]
     convert(published, "ct-mxfp4", tmp_path / "ct")
-    refused = [verdict for verdict in inspect_checkpoint(tmp_path / "ct").engines if not verdict.loads]
-    assert {verdict.engine for verdict in refused} == {"transformers", "vLLM", "SGLang"}
-    assert all("one by one" in verdict.remark for verdict in refused)
+    said = [verdict for verdict in inspect_checkpoint(tmp_path / "ct").engines if "one by one" in verdict.remark]
+    assert {verdict.engine for verdict in said if verdict.loads is False} == {"transformers", "vLLM", "SGLang"}
 
 
 def test_the_published_layout_is_not_written(family_model: FamilyModel, tmp_path: Path) -> None:

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import yaml
 
+from quantkit.convert import convert
 from quantkit.deploy.config import parse_config
 from quantkit.errors import InputError
 from quantkit.launch import (
     IMPORT_PATH,
     RAY_VERSION,
     Launch,
+    Wishes,
     deploy_config,
     launches,
     manifest,
     manifest_text,
     read_target,
 )
+from quantkit.launch.commands import ORDER
+from quantkit.launch.serve_commands import SERVE_COMMANDS, OllamaFile
 from quantkit.pipeline import quantize
 from quantkit.runtime.server.settings import FLAGS
 
@@ -56,6 +60,62 @@ def test_a_plain_model(tiny_model: Path) -> None:
     assert shlex.join(found["quantkit"].command) == (
         f"quantkit serve {tiny_model} --max-context 128 --tensor-parallel 2"
     )
+
+
+def listed_flags(engine: str) -> set[str]:
+    """All that the data names."""
+    serve = SERVE_COMMANDS[engine]  # type: ignore[index]
+    fields = (serve.start, serve.context, serve.dtype, serve.quantization, serve.tensor, serve.pipeline)
+    words = [word for field in (*fields, serve.port, serve.chat_template, *serve.kv.values()) for word in field]
+    return {word for word in words if word.startswith("-")}
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ORDER if engine not in ("Ollama", "quantkit")])
+def test_commands_have_listed_flags_only(engine: str, quantized: Callable[[str], Path]) -> None:
+    """With their source; what has no flag is refused by name."""
+    assert SERVE_COMMANDS[engine].sources  # type: ignore[index]
+    wishes = (Wishes(), Wishes(port=9000), Wishes(chat_template="t"), *(Wishes(kv_dtype=k) for k in ("fp8", "int4")))
+    target = read_target(str(quantized("fp8")), max_context=128)
+    for wish in wishes:
+        (launch,) = launches(target, wish, (engine,))  # type: ignore[arg-type]
+        given = {word for word in launch.command if word.startswith("-")}
+        assert given <= listed_flags(engine)
+        assert launch.command or launch.remark
+
+
+def test_tgi_is_told_the_method_or_a_dtype(tiny_model: Path, quantized: Callable[[str], Path]) -> None:
+    plain, packed = (by_engine(path)["TGI"] for path in (tiny_model, quantized("rtn-w4g64")))
+    assert flags(plain)["--dtype"] == "bfloat16"
+    assert flags(packed)["--quantize"] == "gptq"
+    assert "--dtype" not in packed.command
+    assert (flags(plain)["--max-total-tokens"], flags(plain)["--max-input-tokens"]) == ("256", "255")
+    assert "no flag for --pipeline-parallel" in by_engine(tiny_model, pipeline=2)["TGI"].remark
+
+
+def test_a_gguf_file(tiny_gguf: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.write_text("{{ .Prompt }}\n")
+    target = read_target(str(tiny_gguf), max_context=128)
+    wishes = Wishes(port=9000, kv_dtype="int8", chat_template=str(template))
+    found = {launch.engine: launch for launch in launches(target, wishes)}
+    server = found["llama.cpp"].command
+    assert server[:3] == ("llama-server", "--model", str(tiny_gguf))
+    assert flags(found["llama.cpp"])["--cache-type-k"] == "q8_0"
+    ollama = found["Ollama"]
+    assert ollama.modelfile == f'FROM {tiny_gguf}\nPARAMETER num_ctx 128\nTEMPLATE """{{{{ .Prompt }}}}"""\n'
+    assert ollama.command == ("ollama", "create", "model", "-f", "Modelfile")
+    assert "OLLAMA_KV_CACHE_TYPE=q8_0 OLLAMA_HOST=127.0.0.1:9000" in ollama.remark
+    assert "takes no GGUF files" in found["transformers"].remark
+    assert "no flag for a cache in int8, only fp8" in found["vLLM"].remark
+    assert OllamaFile().sources
+    two = {launch.engine: launch.command for launch in launches(read_target(str(tiny_gguf), tensor=2))}
+    assert two["llama.cpp"][-4:] == ("--split-mode", "row", "--tensor-split", "1,1")
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    return Path(convert("demo-draft", "gguf", tmp_path / "model.gguf").output)
 
 
 def test_experts_are_divided(family_model: Callable[[str], Path]) -> None:
@@ -153,14 +213,15 @@ def test_names_with_spaces_are_quoted(tiny_model: Path, tmp_path: Path) -> None:
 def test_as_a_user_types_it(run_cli: Cli, tiny_model: Path) -> None:
     code, out, err = run_cli("inspect", tiny_model, "--launch")
     assert (code, err) == (0, "")
-    assert [line for line in out.splitlines() if line.startswith("#")] == ["# vLLM", "# SGLang", "# quantkit"]
+    heads = [line.split()[1] for line in out.splitlines() if line.startswith("#")]
+    assert heads == list(ORDER)
     assert run_cli("inspect", "--launch", tiny_model)[1] == out
     bundled = run_cli("inspect", "demo", "--launch")[1]
     assert "quantkit serve demo --max-context 2048" in bundled
     assert "vllm serve demo" not in bundled
     found = json.loads(run_cli("inspect", tiny_model, "--launch", "--json")[1])
-    assert [one["engine"] for one in found["launch"]] == ["vLLM", "SGLang", "quantkit"]
-    assert all(one["command"] in out for one in found["launch"])
+    assert [one["engine"] for one in found["launch"]] == list(ORDER)
+    assert all(one["command"] in out for one in found["launch"] if one["command"])
     assert found["launch"][0]["arguments"] == shlex.split(found["launch"][0]["command"])
 
 

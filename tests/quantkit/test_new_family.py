@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SEARCHED = ("quantkit", "kernels", "runtime", "eval")
 # Files that speak about another program's names, or about one model: a new family does without them.
 MAY_NAME_FAMILIES = {
-    "quantkit/launch.py",  # dtypes that vLLM refuses
+    "quantkit/launch/commands.py",  # dtypes that vLLM refuses
     "quantkit/gguf_import/families.py",  # what GGUF files call their architectures
     "quantkit/gguf_import/tokenizer.py",  # and their tokenizers
     "quantkit/gguf_import/placement.py",  # how they order rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -14,20 +14,28 @@ from torch import Tensor
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats.base import (
     Dialect,
-    EngineName,
     Format,
     Index,
     Narrowed,
     Parts,
     PartSpec,
     QuantizedWeight,
-    Refusal,
     Shape,
     TensorInfo,
     check_choice,
     check_divides,
     scaled,
     widen,
+)
+from quantkit.formats.engine_rules import (
+    LLAMA_CPP_FILES,
+    OLLAMA_IMPORT,
+    SGLANG_SERVE,
+    TGI_GGUF,
+    TRANSFORMERS_GGUF,
+    VLLM_GGUF,
+    EngineName,
+    Refusal,
 )
 from quantkit.formats.gguf.blocks import Blocks, pack, unpack
 from quantkit.formats.gguf.mixes import MIXES, Matrix, type_of
@@ -223,17 +231,27 @@ class Gguf(Format):
     def input_unit(self, inputs: int) -> int:
         return self.blocks.group
 
-    def refusals(self) -> Iterator[Refusal]:
-        engines: tuple[EngineName, ...] = ("transformers", "vLLM", "SGLang")
-        for engine in engines:
-            yield Refusal(engine, "takes no folder with GGUF blocks; give it the file itself, or import the file")
-
 
 class GgufDialect(Dialect):
     """Layers in GGUF blocks lie in a GGUF file (`quantkit/gguf_view.py`); no folder holds them."""
 
     quant_method: ClassVar[str] = "gguf"
     formats: ClassVar[tuple[type[Format], ...]] = (Gguf,)
+    readers: ClassVar[Mapping[EngineName, str]] = {
+        "transformers": TRANSFORMERS_GGUF,
+        "vLLM": VLLM_GGUF,
+        "SGLang": SGLANG_SERVE,
+        "llama.cpp": LLAMA_CPP_FILES,
+        "Ollama": OLLAMA_IMPORT,
+    }
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal("TGI", "only in an image of its own with llama.cpp inside, built by hand; use llama.cpp", TGI_GGUF),
+    )
+    packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {
+        "transformers": ("gguf",),  # which decodes the file
+        "vLLM": ("vllm-gguf-plugin",),
+    }
+    serve_flags: ClassVar[Mapping[EngineName, str]] = {"SGLang": "--load-format gguf --quantization gguf"}
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         raise CannotHold("a folder holds no GGUF blocks")
