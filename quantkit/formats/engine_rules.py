@@ -17,7 +17,7 @@ OTHERS = ENGINES[1:]
 
 # Wordings that several rules share.
 TRT_READS_ITS_OWN = "reads ModelOpt's configs, FP8, MXFP4 and compressed-tensors, no other method; use the recipe fp8"
-_AUGUST, _TODAY = "2026-08", "2026-11-18"
+_AUGUST, _NOVEMBER = "2026-08", "2026-11-18"
 
 
 class Read(NamedTuple):
@@ -115,74 +115,74 @@ PROJECTS: Mapping[EngineName, Project] = {
             TRANSFORMERS_BNB: _TRANSFORMERS_READ,
             TRANSFORMERS_MXFP4: _TRANSFORMERS_READ,
             TRANSFORMERS_MODELS: _TRANSFORMERS_READ,
-            TRANSFORMERS_GGUF: Read("5.23.0", _TODAY),
-            TRANSFORMERS_SERVE: Read("5.23.0", _TODAY),
+            TRANSFORMERS_GGUF: Read("5.23.0", _NOVEMBER),
+            TRANSFORMERS_SERVE: Read("5.23.0", _NOVEMBER),
         },
     ),
     "vLLM": Project(
         "vllm-project/vllm",
         {
-            VLLM_GPTQ: Read("00161ce01fe6", _TODAY),
-            VLLM_MARLIN: Read("007d50058a06", _TODAY),
+            VLLM_GPTQ: Read("00161ce01fe6", _NOVEMBER),
+            VLLM_MARLIN: Read("007d50058a06", _NOVEMBER),
             VLLM_GPTQ_NAMES: _VLLM_READ,
             VLLM_CT: _VLLM_READ,
             VLLM_CT_WEIGHTS: _VLLM_READ,
             VLLM_BNB: _VLLM_READ,
-            VLLM_GGUF: Read("06fed1cf05a7", _TODAY),
+            VLLM_GGUF: Read("06fed1cf05a7", _NOVEMBER),
             VLLM_MXFP4: _VLLM_READ,
             VLLM_MODELS: _VLLM_READ,
             VLLM_ENGINE: Read("0.26.0", "2026-11"),
-            VLLM_SERVE: Read("005223338608", _TODAY),
+            VLLM_SERVE: Read("005223338608", _NOVEMBER),
         },
     ),
     "SGLang": Project(
         "sgl-project/sglang",
         {
-            SGLANG_GPTQ: Read("0cdfa2f8363e", _TODAY),
+            SGLANG_GPTQ: Read("0cdfa2f8363e", _NOVEMBER),
             SGLANG_AWQ: _SGLANG_READ,
             SGLANG_CT: _SGLANG_READ,
-            SGLANG_CT_WEIGHTS: Read("255632ef1ddf", _TODAY),
-            SGLANG_CT_MXFP4: Read("0104cc50eeb0", _TODAY),
+            SGLANG_CT_WEIGHTS: Read("255632ef1ddf", _NOVEMBER),
+            SGLANG_CT_MXFP4: Read("0104cc50eeb0", _NOVEMBER),
             SGLANG_BNB: _SGLANG_READ,
             SGLANG_MXFP4: _SGLANG_READ,
             SGLANG_MODELS: _SGLANG_READ,
-            SGLANG_SERVE: Read("004813e1dd46", _TODAY),
+            SGLANG_SERVE: Read("004813e1dd46", _NOVEMBER),
         },
     ),
     "TensorRT-LLM": Project(
         "NVIDIA/TensorRT-LLM",
         {
-            TRT_CONFIG: Read("0066b2a5696f", _TODAY),
-            TRT_CT: Read("21156a7a57ac", _TODAY),
-            TRT_MODELS: Read("00b6d5a25c30", _TODAY),
-            TRT_SERVE: Read("00209af149e7", _TODAY),
+            TRT_CONFIG: Read("0066b2a5696f", _NOVEMBER),
+            TRT_CT: Read("21156a7a57ac", _NOVEMBER),
+            TRT_MODELS: Read("00b6d5a25c30", _NOVEMBER),
+            TRT_SERVE: Read("00209af149e7", _NOVEMBER),
         },
     ),
     "TGI": Project(
         "huggingface/text-generation-inference",
         {
-            TGI_METHODS: Read("05d0aa678ec8", _TODAY),
-            TGI_MARLIN: Read("1629d0bb6d04", _TODAY),
-            TGI_TRITON: Read("cece8635f8ec", _TODAY),
-            TGI_CT: Read("b2dc10aea507", _TODAY),
-            TGI_CT_WEIGHTS: Read("575af7e67210", _TODAY),
-            TGI_CT_FLOAT8: Read("575af7e67210", _TODAY),
-            TGI_GGUF: Read("1641c22af8e7", _TODAY),
-            TGI_MODELS: Read("01b82b58d2a9", _TODAY),
-            TGI_SERVE: Read("032fc4c4cf25", _TODAY),
+            TGI_METHODS: Read("05d0aa678ec8", _NOVEMBER),
+            TGI_MARLIN: Read("1629d0bb6d04", _NOVEMBER),
+            TGI_TRITON: Read("cece8635f8ec", _NOVEMBER),
+            TGI_CT: Read("b2dc10aea507", _NOVEMBER),
+            TGI_CT_WEIGHTS: Read("575af7e67210", _NOVEMBER),
+            TGI_CT_FLOAT8: Read("575af7e67210", _NOVEMBER),
+            TGI_GGUF: Read("1641c22af8e7", _NOVEMBER),
+            TGI_MODELS: Read("01b82b58d2a9", _NOVEMBER),
+            TGI_SERVE: Read("032fc4c4cf25", _NOVEMBER),
         },
         note="in maintenance mode since December 2025",
     ),
     "llama.cpp": Project(
         "ggml-org/llama.cpp",
-        {LLAMA_CPP_FILES: Read("eb757cf38d1a", _TODAY), LLAMA_CPP_SERVE: Read("00dc8057ab28", _TODAY)},
+        {LLAMA_CPP_FILES: Read("eb757cf38d1a", _NOVEMBER), LLAMA_CPP_SERVE: Read("00dc8057ab28", _NOVEMBER)},
     ),
     "Ollama": Project(
         "ollama/ollama",
         {
-            OLLAMA_IMPORT: Read("188594126c5e", _TODAY),
-            OLLAMA_MODELFILE: Read("071c82b16659", _TODAY),
-            OLLAMA_SERVER: Read("00182b504e9e", _TODAY),
+            OLLAMA_IMPORT: Read("188594126c5e", _NOVEMBER),
+            OLLAMA_MODELFILE: Read("071c82b16659", _NOVEMBER),
+            OLLAMA_SERVER: Read("00182b504e9e", _NOVEMBER),
         },
     ),
 }
