@@ -89,7 +89,9 @@ def start_engine(
     ranks = Ranks() if peers is None else peers.ranks
 
     def load() -> Weights:
-        return load_weights(checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits)
+        return load_weights(
+            checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits, options.kv_dtype
+        )
 
     size = weight_bytes(checkpoint, dtype) if peers is None else rank_weight_bytes(checkpoint, config, dtype, ranks)
     size += more_bytes(config, dtype, options.head_bits, ranks)
@@ -152,7 +154,7 @@ def build_engine(
 
         def make_drafter(model: DraftModel) -> ModelDrafter:
             decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
-            cache = allocate_draft_cache(model.config, runner.cache)
+            cache = allocate_draft_cache(model.config, runner.cache, draft_weights.kv_scales)
             rows, graphs = runner.device_rows.alone(), runner.graphs
             assert options.speculation is not None
             loop = DraftLoop(

@@ -27,6 +27,7 @@ class CompressedTensorsDialect(Dialect):
     quant_method: ClassVar[str] = "compressed-tensors"
     formats: ClassVar[tuple[type[Format], ...]] = (CtPacked, CtInt8, CtFloat8, CtMxfp4, CtNvfp4)
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("compressed-tensors",)}
+    holds_kv_scales: ClassVar[bool] = True
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         by_format: dict[Format, list[str]] = {}
