@@ -1,5 +1,6 @@
 """What `--kv-dtype auto` picks, and where it says so."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,3 +142,17 @@ def test_a_draft_takes_the_same_kind(
     engine = start_engine("demo-draft", options)
     assert needed[0].draft is not None
     assert loaded == [engine.runner.cache.kind.label] == ["float8_e4m3fn"]
+
+
+def test_a_plan_says_what_a_start_would_keep(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    asked = ("plan", "llama-3.1-8b", "-r", "gptq-w4g128", "--batch", "8,32", "--context", 4096)
+    code, shown, _ = run_cli(*asked, "--gpu", "rtx4090")
+    assert code == 0
+    line = "note: with --max-context 4096 --max-sequences 32, --kv-dtype auto keeps keys and values in fp8 beside bf16"
+    assert line in " ".join(shown.split())
+    _, shown, _ = run_cli(*asked, "--gpu", "rtx3090", "--json")
+    assert json.loads(shown)["auto_caches"] == {"bf16": "int8", "gptq-w4g128": "int8"}
+    _, shown, _ = run_cli(*asked, "--gpu", "h200", "--json")
+    assert json.loads(shown)["auto_caches"] == {"bf16": "16 bits", "gptq-w4g128": "16 bits"}
+    _, shown, _ = run_cli(*asked, "--gpu", "h200", "--kv-dtype", "int4", "--json")
+    assert json.loads(shown)["auto_caches"] == {}
