@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from quantkit.arch import FAMILIES, Family, Slice
 from quantkit.errors import InputError, StorageError
 from quantkit.formats import Format, Index, Parts, PartSpec, QuantizedWeight, Shape, TensorInfo, dialect_named
 from quantkit.formats.base import ANY_LENGTH
+from quantkit.formats.kv_scheme import is_of_a_cache
 from quantkit.gguf_view import GgufView
 
 INDEX = "model.safetensors.index.json"
@@ -200,9 +202,19 @@ class Checkpoint:
             raise StorageError(f"{module} in {self.folder} is not a valid {name} layer: {reason}") from error
 
     def plain_names(self) -> list[str]:
-        """Tensors that belong to no quantized module's weight, in file order."""
+        """Tensors that belong to no quantized module's weight, and to no cache, in file order."""
         owned = {name for module in self.formats for name in self.part_names(module)}
-        return [name for name in self.tensors if name not in owned]
+        return [name for name in self.tensors if name not in owned and not is_of_a_cache(name)]
+
+    def cache_names(self) -> list[str]:
+        """Tensors that belong to a cache of keys and values (`formats/kv_scheme.py`)."""
+        return [name for name in self.tensors if is_of_a_cache(name)]
+
+    def replaced(self, tensors: Mapping[str, StoredTensor], formats: Mapping[str, Format]) -> Checkpoint:
+        """This model with other tensors, wherever they lie."""
+        other = copy(self)
+        other.tensors, other.formats = dict(tensors), dict(formats)
+        return other
 
     def decoded(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The whole model as plain weights: (name, tensor) with quantized modules decoded."""
@@ -224,7 +236,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     index = _index(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in _weight_files(folder, index):
-        for name, stored in _headers(file):
+        for name, stored in read_headers(file):
             if index.get(name, file.name) != file.name:
                 continue
             if name in tensors:
@@ -334,7 +346,8 @@ def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
     return files
 
 
-def _headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+def read_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor of one file."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.arch import family_of
+from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.checkpoint_writer import CheckpointWriter, check_output
 from quantkit.defaults import SHARD_BYTES
 from quantkit.errors import CannotHold, InputError, QuantkitError, did_you_mean
 from quantkit.extras import require
-from quantkit.formats import FORMATS, Awq, Format, IntegerFormat, options_of
+from quantkit.formats import FORMATS, Awq, Format, IntegerFormat, dialect_with, options_of
+from quantkit.formats.base import check_choice
+from quantkit.formats.kv_scheme import STRATEGIES, kv_strategy
+from quantkit.passes.kv_range import check_kv_range, measure_kv_scales
 from quantkit.pipeline.verification import fingerprint, verify_written
 from quantkit.pipeline.writing import LM_HEAD, write_config
 from quantkit.progress import Progress, silent
 from quantkit.provenance import QUANTIZATION_LOG, carried_log
+from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
 
 # What a user may ask for, and the format and options that it means.
@@ -54,12 +62,19 @@ def convert(
     *,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    kv_scales: str | None = None,
+    calibration: Calibration | None = None,
+    device: str = "cpu",
     on_layer: Progress = silent,
 ) -> ConvertReport:
     """Rewrites a quantized checkpoint in another format; every decoded weight stays bit for bit the same.
 
-    To GGUF also a model that is not quantized can be converted: one file, for llama.cpp.
+    With `kv_scales` (tensor or attn_head) scales of an FP8 cache are measured on `calibration`, with the model on
+    `device`, and written beside the weights. To GGUF also a model that is not quantized can be converted: one file, for
+    llama.cpp.
     """
+    if kv_scales is not None:
+        _check_kv_scales(kv_scales, to)
     if to in GGUF_TARGETS:
         return _to_gguf(checkpoint, output, GGUF_TARGETS[to], overwrite, on_layer)
     if to not in TARGETS:
@@ -68,6 +83,7 @@ def convert(
     source = Checkpoint(model_folder(checkpoint))
     if not source.formats:
         raise InputError(f"{source.folder} is not quantized, so there are no codes to convert; use quantize")
+    scales = _KvScales.of(source, to, kv_scales, calibration or Calibration(), device)
     symmetric = _symmetric_formats(source)
     targets: dict[str, Format] = {}
     promised: dict[str, int] = {}
@@ -80,12 +96,50 @@ def convert(
             old = symmetric.get(fmt, fmt)
             targets[module], promised[module] = _convert_layer(source, module, old, to, writer)
             on_layer(module, len(source.formats))
-        write_config(writer, source, targets, _kept(source))
+        for name, tensor in scales.tensors.items():
+            writer.add(name, tensor)
+        write_config(writer, source, targets, _kept(source), scales.strategy)
         if log := carried_log(source.folder):
             writer.add_text(QUANTIZATION_LOG, log)
         writer.finish(lambda folder: verify_written(folder, promised))
     names = [", ".join(sorted({fmt.name for fmt in side.values()})) for side in (source.formats, targets)]
-    return ConvertReport(str(output), names[0], names[1], len(targets), writer.total_bytes)
+    return ConvertReport(str(output), names[0], names[1], len(targets), writer.total_bytes, notes=scales.notes)
+
+
+def _check_kv_scales(kv_scales: str, to: str) -> None:
+    check_choice("kv_scales", kv_scales, STRATEGIES)
+    if to in GGUF_TARGETS or (to in TARGETS and not dialect_with(TARGETS[to][0]).holds_kv_scales):
+        raise InputError(
+            f"kv_scales are kept by compressed-tensors checkpoints, not by {to}; use --to compressed-tensors, w8a8 or "
+            "ct-mxfp4, or leave --kv-scales out"
+        )
+
+
+@dataclass(frozen=True)
+class _KvScales:
+    """Scales of an FP8 cache that the result has: measured now, or the source's."""
+
+    strategy: str | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, source: Checkpoint, to: str, asked: str | None, calibration: Calibration, device: str
+    ) -> _KvScales:  # fmt: skip
+        found = kv_strategy(source.config)
+        if asked is not None:
+            family = family_of(source.config)
+            check_kv_range(family, source.config)
+            context = int(source.config.get("max_position_embeddings") or calibration.seq_len)
+            tokens = calibration.tokens(load_tokenizer(source.folder), context)
+            with tempfile.TemporaryDirectory() as scratch:
+                return cls(asked, measure_kv_scales(source, family, tokens, asked, device, Path(scratch)))
+        if found is None:
+            return cls()
+        if not dialect_with(TARGETS[to][0]).holds_kv_scales:
+            return cls(notes=(f"scales of an FP8 cache are left out, since {to} checkpoints have none",))
+        return cls(found, {name: source.tensor(name) for name in source.cache_names()})
 
 
 def _to_gguf(

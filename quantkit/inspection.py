@@ -15,6 +15,7 @@ from quantkit.engines import Layers, Verdict, verdicts
 from quantkit.errors import InputError
 from quantkit.expert_check import check_experts
 from quantkit.formats import dialect_of
+from quantkit.formats.kv_scheme import kv_strategy, summary_of
 from quantkit.gguf_view import TypeCount
 from quantkit.sources import model_folder
 
@@ -37,6 +38,7 @@ class Inspection:
     schemes: dict[str, int]  # scheme -> number of modules
     part_bytes: dict[str, int]
     layer_bytes: dict[str, int]
+    kv_scales: dict[str, Any] | None  # of an FP8 cache: how many for a layer, the smallest and the largest
     gguf_types: dict[str, TypeCount]  # of a GGUF file
     engines: tuple[Verdict, ...]
 
@@ -68,9 +70,18 @@ def inspect_checkpoint(model: str | Path) -> Inspection:
         schemes=dict(Counter(f"{fmt.name} {fmt.describe()}" for fmt in formats.values())),
         part_bytes=_part_bytes(checkpoint),
         layer_bytes=_layer_bytes(checkpoint),
+        kv_scales=_kv_scales(checkpoint),
         gguf_types={} if checkpoint.gguf is None else checkpoint.gguf.types,
         engines=tuple(verdicts(layers_of(checkpoint))),
     )
+
+
+def _kv_scales(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    strategy = kv_strategy(checkpoint.config)
+    scales = {name: checkpoint.tensor(name) for name in checkpoint.cache_names() if name.endswith("_scale")}
+    if strategy is None or not scales:
+        return None
+    return {"strategy": strategy} | summary_of(scales)
 
 
 def layers_of(checkpoint: Checkpoint) -> Layers:
@@ -93,6 +104,8 @@ def _part_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     for module in checkpoint.formats:
         for suffix, name in _suffixes(checkpoint, module):
             sizes[suffix] += checkpoint.tensors[name].nbytes
+    if of_caches := sum(checkpoint.tensors[name].nbytes for name in checkpoint.cache_names()):
+        sizes["scales of a cache"] = of_caches
     sizes["unquantized"] = sum(checkpoint.tensors[name].nbytes for name in checkpoint.plain_names())
     return dict(sizes)
 

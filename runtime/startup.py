@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
 from quantkit.runtime.device.kv_cache import allocate_draft_cache
+from quantkit.runtime.device.kv_choice import KvChoice, RankNeed, choose_kv_dtype
 from quantkit.runtime.device.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
 from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.peers import Alone
@@ -40,9 +41,9 @@ from quantkit.runtime.model.layers import Weights
 from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import import_ahead, ops_for
-from quantkit.runtime.model.ranks import Ranks, local_config
+from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
 from quantkit.runtime.parallel.launcher import Launcher
-from quantkit.runtime.parallel.peer_ranks import PeerRanks, refuse_ranks, start_peers
+from quantkit.runtime.parallel.peer_ranks import PeerRanks, ranks_of, refuse_ranks, start_peers
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
 from quantkit.runtime.sampling.sampler import Sampler
 from quantkit.sources import model_folder
@@ -85,18 +86,23 @@ def start_engine(
         _log.warning(checkpoint.gguf.decoded)
     dtype = options.torch_dtype(checkpoint.dtype)
     draft, heads = find_draft(checkpoint, config, options), find_medusa(checkpoint, options)
+    with stages.stage("device"):
+        choice = _choose_cache(checkpoint, config, dtype, options, draft)
+    options = choice.settled(options)
     peers = start_peers(str(model), checkpoint, config, dtype, options, launcher, draft)
     ranks = Ranks() if peers is None else peers.ranks
 
     def load() -> Weights:
-        return load_weights(checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits)
+        return load_weights(
+            checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits, options.kv_dtype
+        )
 
     size = weight_bytes(checkpoint, dtype) if peers is None else rank_weight_bytes(checkpoint, config, dtype, ranks)
     size += more_bytes(config, dtype, options.head_bits, ranks)
     try:
         return build_engine(
             checkpoint.config, config, load, size, dtype, options, stages=stages, draft=draft, heads=heads,
-            peers=peers, formats=checkpoint.formats,
+            peers=peers, formats=checkpoint.formats, kv_choice=choice,
         )  # fmt: skip
     except BaseException:
         if peers is not None:
@@ -117,10 +123,12 @@ def build_engine(
     heads: MedusaHeads | None = None,
     peers: PeerRanks | None = None,
     formats: Mapping[str, Format] | None = None,
+    kv_choice: KvChoice | None = None,
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
-    With `peers`, sizes and weights are those of rank 0. `formats`: of quantized layers, by module.
+    With `peers`, sizes and weights are those of rank 0. `formats`: of quantized layers, by module. `kv_choice`: what
+    `options.kv_dtype` was settled by; None: it is settled here.
     """
     if peers is None:
         refuse_ranks(options, "random weights")
@@ -138,11 +146,15 @@ def build_engine(
             weight_size += draft.size
         with stages.stage("device"):
             available = available_to_rank(options, ranks)
+            if kv_choice is None:
+                kv_choice = choose_kv_dtype([RankNeed(own, weight_size, beside)], dtype, options, available)
+                options = kv_choice.settled(options)
+            _log.log(logging.WARNING if kv_choice.is_smaller else logging.INFO, kv_choice.line(dtype))
             plan = plan_memory(own, weight_size, dtype, options, available, draft=beside)
             check_draft_context(draft, plan.max_context)
         with stages.stage("weights"):
             weights = load()
-            draft_weights = draft.load(weights) if draft else weights
+            draft_weights = draft.load(weights, options.kv_dtype) if draft else weights
             if device.type == "cuda":
                 torch.cuda.synchronize()
         plan = refine_plan(plan, own, dtype, options, beside)
@@ -152,7 +164,7 @@ def build_engine(
 
         def make_drafter(model: DraftModel) -> ModelDrafter:
             decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
-            cache = allocate_draft_cache(model.config, runner.cache)
+            cache = allocate_draft_cache(model.config, runner.cache, draft_weights.kv_scales)
             rows, graphs = runner.device_rows.alone(), runner.graphs
             assert options.speculation is not None
             loop = DraftLoop(
@@ -166,13 +178,31 @@ def build_engine(
             speculation = make_speculation(options, draft, make_drafter, heads, runner)
         with stages.stage("graphs"):
             runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
-        engine = Engine(config, runner, plan, options, speculation, peers or Alone())
+        engine = Engine(config, runner, plan, options, speculation, peers or Alone(), kv_choice)
         if options.warm_up and device.type == "cuda":
             from quantkit.runtime.warm_up import warm_up
 
             with stages.stage("warm-up"):
                 warm_up(engine)
         return engine
+
+
+def _choose_cache(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: DraftModel | None
+) -> KvChoice:
+    """The kind of cache that all ranks will have."""
+    ranks = ranks_of(options)
+    check_parallel(config, checkpoint, ranks)
+    needs = []
+    for rank in range(ranks.world):
+        one = replace(ranks, rank=rank)
+        alone = ranks.world == 1
+        size = weight_bytes(checkpoint, dtype) if alone else rank_weight_bytes(checkpoint, config, dtype, one)
+        size += more_bytes(config, dtype, options.head_bits, one)
+        beside = draft if rank == 0 else None
+        size += 0 if beside is None else beside.size
+        needs.append(RankNeed(local_config(config, one), size, None if beside is None else beside.config))
+    return choose_kv_dtype(needs, dtype, options, available_to_rank(options, ranks))
 
 
 def _make_runner(

@@ -138,7 +138,7 @@ def _shape_draft(target: ModelConfig, dtype: torch.dtype, options: EngineOptions
             f"the draft {path} has {config.vocab} tokens, the model {target.vocab}; a draft needs the same tokens"
         )
     weights = RandomWeights(config, _format(*shape, options), dtype, options.torch_device)
-    return DraftModel(raw, config, lambda target: weights.load(), weights.nbytes())
+    return DraftModel(raw, config, lambda target, kv_dtype: weights.load(), weights.nbytes())
 
 
 def _format(shape: str, name: str, options: EngineOptions) -> Format | None:

@@ -16,7 +16,7 @@ from quantkit.kernels.linear.eight_bit.weight import takes
 from quantkit.kernels.linear.op import why_decoded
 from quantkit.runtime.core.options import EngineOptions, dtype_on_gpu
 from quantkit.runtime.device.build import check_attention
-from quantkit.runtime.device.card_plan import CardPlan, plan_card
+from quantkit.runtime.device.card_plan import CardPlan, plan_card, small_kv_dtype
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.expert_stacks import formats_of_layers, slow_experts
@@ -35,6 +35,7 @@ class OnGpu:
     plan: CardPlan
     kernels: Mapping[str, str]  # scheme -> what multiplies it
     weights: int  # bytes
+    small_kv_dtype: str | None  # of `--kv-dtype auto`, where contexts do not fit in 16 bits
 
     @property
     def title(self) -> str:
@@ -50,8 +51,15 @@ class OnGpu:
             ("Hopper's own kernels", "yes" if plan.has_hopper_kernels else "no: Triton's do the same"),
             ("measured kernels", "yes" if plan.is_measured else defaults),
             ("FP8 cache", "yes" if plan.has_fp8_cache else "no (needs 8.9)"),
+            ("--kv-dtype auto", self._auto),
             ("weights", f"need {human_bytes(self.weights)} of {human_bytes(self.gpu.memory)}{fits}"),
         ]
+
+    @property
+    def _auto(self) -> str:
+        if self.small_kv_dtype is None:
+            return "16 bits always"
+        return f"16 bits; {self.small_kv_dtype} where the contexts that were asked for do not fit"
 
     def footer(self) -> str:
         more = f"`quantkit plan {self.model} --gpu {self.gpu.name}` says how many requests fit, and how fast they are."
@@ -67,6 +75,7 @@ class OnGpu:
             "hopper_kernels": self.plan.has_hopper_kernels,
             "measured_kernels": self.plan.is_measured,
             "fp8_cache": self.plan.has_fp8_cache,
+            "small_kv_dtype": self.small_kv_dtype,
             "weight_bytes": self.weights,
             "memory_bytes": self.gpu.memory,
             "warnings": list(self.plan.warnings),
@@ -86,7 +95,8 @@ def look_on_gpu(model: str | Path, gpu: str) -> OnGpu:
     if config is not None and config.latent is not None:
         check_attention(config, EngineOptions().page_size, dtype)
     weights = weight_bytes(checkpoint, dtype)
-    return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights)
+    small = small_kv_dtype(card, (2, 1, 2) if config is None else config.cache_entry)
+    return OnGpu(str(model), find_gpu(gpu), plan, _kernels(checkpoint, card), weights, small)
 
 
 def _kernels(checkpoint: Checkpoint, card: Card) -> dict[str, str]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.eval.plan.cost import cost_of_million
-from quantkit.eval.plan.gpus import GPUS, UNTRIED, Gpu
+from quantkit.eval.plan.gpus import GPUS, UNTRIED, Gpu, find_card
 from quantkit.eval.plan.memory import SEQUENCES, Fit, Reserve, fit, reserve_of
 from quantkit.eval.plan.model import Decoder, PlannedModel
 from quantkit.eval.plan.question import Question
 from quantkit.eval.plan.roofline import Ceiling, Step, stops_helping
 from quantkit.eval.plan.weights import UNQUANTIZED, WeightPlan, quantized, unquantized
 from quantkit.recipe import Recipe
+from quantkit.runtime.device.card_plan import small_kv_dtype
 
 # The first one is what the summary and --explain speak of.
 DEFAULT_RECIPES = ("gptq-w4g128", "awq-w4g128", "nf4", "gptq-w3g128", "gptq-w8", "llm-int8", "smoothquant-w8a8", "fp8")
@@ -86,6 +87,9 @@ class ServingPlan:
     formats: tuple[FormatPlan, ...]  # bf16 first
     requests: dict[str, dict[str, int]]  # GPU -> format -> requests of the context that fit
     warnings: tuple[str, ...]
+    auto_caches: dict[str, str] = field(
+        default_factory=dict
+    )  # format -> what `--kv-dtype auto` keeps, if that is asked
 
     @property
     def focus(self) -> FormatPlan | None:
@@ -116,6 +120,7 @@ class ServingPlan:
             "formats": [found.to_dict() for found in self.formats],
             "requests_by_gpu": self.requests,
             "warnings": list(self.warnings),
+            "auto_caches": self.auto_caches,
         }
 
 
@@ -144,8 +149,34 @@ def plan_serving(
         }
         for name, one in gpus.items()
     }
-    warnings = (*refused, *_warnings(model, question, gpu, formats))
-    return ServingPlan(model, question, gpu, reserve, formats, requests, warnings)
+    caches = _auto_caches(model, question, gpu, formats)
+    warnings = (*refused, *_warnings(model, question, gpu, formats), *_smaller(caches, question))
+    return ServingPlan(model, question, gpu, reserve, formats, requests, warnings, caches)
+
+
+def _auto_caches(
+    model: PlannedModel, question: Question, gpu: Gpu, formats: Sequence[FormatPlan]
+) -> dict[str, str]:  # fmt: skip
+    """What a start with `--kv-dtype auto` would keep for the most requests that are asked about, where weights fit."""
+    if question.kv_dtype != "auto" or gpu.capability is None:
+        return {}
+    small = small_kv_dtype(find_card(gpu.name), (1 if model.cache.kind == "MLA" else 2, 1, model.cache.width))
+    most = max(question.batches)
+    return {
+        found.name: "16 bits" if small is None or found.fit.requests >= most else small
+        for found in formats
+        if found.fit.cache > 0
+    }
+
+
+def _smaller(caches: Mapping[str, str], question: Question) -> Iterator[str]:
+    by_kind: dict[str, list[str]] = {}
+    for name, kind in caches.items():
+        by_kind.setdefault(kind, []).append(name)
+    for kind in by_kind.keys() - {"16 bits"}:
+        asked = f"--max-context {question.context} --max-sequences {max(question.batches)}"
+        names = ", ".join(by_kind[kind])
+        yield f"with {asked}, --kv-dtype auto keeps keys and values in {kind} beside {names}: 16 bits do not fit"
 
 
 def _formats(

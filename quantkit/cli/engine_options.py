@@ -12,7 +12,7 @@ from quantkit.cli.common import device_option, progress_bar
 _Command = Callable[..., Any]
 
 # As `runtime/core/kv_dtypes.py` has them, without importing torch for --help.
-KV_DTYPE = "KV cache: auto (as activations), bf16, fp8, int8 or int4."
+KV_DTYPE = "KV cache: bf16, fp8, int8, int4; auto: as activations, 8 bits if --max-context would not fit."
 
 _ENGINE = (
     device_option,

@@ -135,12 +135,16 @@ def _replicas(text: str) -> tuple[int, int]:
 
 
 def _print(found: Inspection) -> None:
+    from quantkit.formats.kv_scheme import describe_summary
+
     method = found.quant_method or "not quantized"
     click.echo(f"{found.folder}: {found.model_type}, {found.dtype}, {method}")
     click.echo(
         f"{found.parameters:,} parameters in {human_bytes(found.bytes)}: {found.bits_per_weight:.2f} bits each"
         + (f", {found.quantized_bits_per_weight:.2f} in quantized layers" if found.quantized_bits_per_weight else "")
     )
+    if found.kv_scales:
+        click.echo(f"scales of an FP8 cache: {describe_summary(found.kv_scales)}")
     if found.gguf_types:
         types = [(kind, count.tensors, f"{count.bits_per_weight:.2f}") for kind, count in found.gguf_types.items()]
         print_table("Types in the file", ("type", "tensors", "bits per weight"), types)

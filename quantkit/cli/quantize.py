@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 @click.option(
     "--touch-up", type=int, metavar="STEPS", help="At the end let all scales and norms learn together, e.g. 300 steps."
 )
+@click.option(
+    "--kv-scales",
+    metavar="HOW",
+    help="Measure scales of an FP8 cache: tensor (one for a layer's keys, one for its values) or attn_head (one each).",
+)
 @click.option("--text", metavar="SOURCE", help="Calibration: text or .jsonl file, or datasets:ORG/NAME.")
 @click.option("--samples", type=int, metavar="N", help="Calibration sequences; default: the recipe's, else 128.")
 @click.option("--seq-len", type=int, metavar="N", help="Tokens per calibration sequence; default: 512.")
@@ -50,6 +55,7 @@ def command(
     changes: tuple[str, ...],
     target_bits: float | None,
     touch_up: int | None,
+    kv_scales: str | None,
     text: str | None,
     samples: int | None,
     seq_len: int | None,
@@ -69,6 +75,7 @@ def command(
     quantkit quantize demo -r awq-w4g128 -o demo-awq --text my-domain.jsonl --samples 64
     quantkit quantize demo -r auto-w3.5 -o demo-mixed --target-bits 4.25
     quantkit quantize demo -r tuned-w3g64 -o demo-w3 --touch-up 300
+    quantkit quantize demo -r rtn-w4g128-ct -o demo-w4 --kv-scales tensor
     quantkit quantize org/model -r nf4 -o model-nf4 --json
     quantkit quantize org/model -r gptq-w4g128 -o model-w4 --dry-run
     quantkit quantize org/model -r q4_k_m -o model.gguf
@@ -89,6 +96,8 @@ def command(
         changes = (*changes, f"target_bits={target_bits}")
     if touch_up is not None:
         changes = (*changes, f"touch_up={touch_up}")
+    if kv_scales is not None:
+        changes = (*changes, f"kv_scales={kv_scales}")
     loaded = load_recipe(recipe, changes)
     calibration = Calibration.from_recipe(loaded.calibration, source=text, samples=samples, seq_len=seq_len, seed=seed)
     asked: dict[str, Any] = {
@@ -123,6 +132,8 @@ def _print_plan(plan: QuantizePlan, as_json: bool) -> None:
 
 
 def _print_report(report: QuantizeReport) -> None:
+    from quantkit.formats.kv_scheme import describe_summary
+
     click.echo(
         f"{report.output}: {report.format}, {len(report.layers)} layers at "
         f"{report.bits_per_weight:.2f} bits per weight; "
@@ -142,6 +153,8 @@ def _print_report(report: QuantizeReport) -> None:
             f"touch-up: KL {found['start_kl']:.4f} -> {found['kl']:.4f} on calibration sequences held back, "
             f"best after step {found['step']} of {found['steps']}"
         )
+    if report.kv_scales is not None:
+        click.echo(f"scales of an FP8 cache: {describe_summary(report.kv_scales)}")
     worst = max(report.layers, key=lambda layer: layer.log.get("loss", layer.relative_error))
     name = "loss" if "loss" in worst.log else "weight error"
     value = worst.log.get("loss", worst.relative_error)

@@ -55,6 +55,7 @@ def _plan(config: DeployConfig, model: ModelPlan, gpu: bool) -> Needs:
 
     from quantkit.checkpoint import Checkpoint, read_json
     from quantkit.runtime.core.options import EngineOptions
+    from quantkit.runtime.device.kv_choice import RankNeed, choose_kv_dtype
     from quantkit.runtime.device.memory import available_memory, plan_memory, weight_bytes
     from quantkit.runtime.drafters.setup import find_draft, find_medusa
     from quantkit.runtime.model.config import read_model_config
@@ -80,6 +81,7 @@ def _plan(config: DeployConfig, model: ModelPlan, gpu: bool) -> Needs:
     beside = None if draft is None else draft.config
     if model.ranks > 1:
         return _plan_ranks(checkpoint, shape, options, 0 if draft is None else draft.size, model, available)
+    options = choose_kv_dtype([RankNeed(shape, size, beside)], dtype, options, available).settled(options)
     plan = plan_memory(shape, size, dtype, options, available=available, draft=beside)
     return Needs(size, plan.cache, available, plan.kv_tokens, plan.max_context)
 
@@ -88,6 +90,7 @@ def _plan_ranks(
     checkpoint: Checkpoint, shape: ModelConfig, options: EngineOptions, draft: int, model: ModelPlan, available: int
 ) -> Needs:
     """The rank that needs most; those on a CPU share its memory."""
+    from quantkit.runtime.device.kv_choice import RankNeed, choose_kv_dtype
     from quantkit.runtime.device.memory import plan_memory
     from quantkit.runtime.model.lm_head import more_bytes
     from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
@@ -98,13 +101,17 @@ def _plan_ranks(
     dtype = options.torch_dtype(checkpoint.dtype)
     if options.torch_device.type == "cpu":
         available //= model.ranks
-    found = []
+    needs = []
     for rank in range(model.ranks):
         one = replace(ranks, rank=rank)
         size = rank_weight_bytes(checkpoint, shape, dtype, one) + (draft if rank == 0 else 0)
         size += more_bytes(shape, dtype, options.head_bits, one)
-        plan = plan_memory(local_config(shape, one), size, dtype, options, available=available)
-        found.append(Needs(size, plan.cache, available, plan.kv_tokens, plan.max_context))
+        needs.append(RankNeed(local_config(shape, one), size))
+    options = choose_kv_dtype(needs, dtype, options, available).settled(options)
+    found = []
+    for need in needs:
+        plan = plan_memory(need.config, need.weights, dtype, options, available=available)
+        found.append(Needs(need.weights, plan.cache, available, plan.kv_tokens, plan.max_context))
     return max(found, key=lambda needs: needs.weights)
 
 

@@ -235,6 +235,7 @@ class Dialect(ABC):
     serve_flags: ClassVar[Mapping[EngineName, str]] = {}  # that an engine's command needs
     cut_elsewhere: ClassVar[bool] = True  # whether vLLM and SGLang divide its layers among GPUs
     lists_gates: ClassVar[bool] = True  # whether routers and gates are named among the layers left as they were
+    holds_kv_scales: ClassVar[bool] = False  # whether readers look for scales of an FP8 cache beside its layers
     refusals_of_experts: ClassVar[tuple[Refusal, ...]] = ()  # seen with transformers 5.22 (docs/reference/interop.md)
 
     @abstractmethod

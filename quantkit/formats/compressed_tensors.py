@@ -35,6 +35,7 @@ class CompressedTensorsDialect(Dialect):
         "TGI": TGI_CT,
     }
     packages: ClassVar[Mapping[EngineName, tuple[str, ...]]] = {"transformers": ("compressed-tensors",)}
+    holds_kv_scales: ClassVar[bool] = True
 
     def write(self, modules: Mapping[str, Format], kept: list[str]) -> dict[str, Any]:
         by_format: dict[Format, list[str]] = {}

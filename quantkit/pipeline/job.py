@@ -26,6 +26,7 @@ from quantkit.extras import require
 from quantkit.formats import Format, Gguf, Shape
 from quantkit.methods import Method, needs_data, package_of
 from quantkit.passes.calibrated import check_folds
+from quantkit.passes.kv_range import check_kv_range
 from quantkit.pipeline.gguf_types import by_matrix, outside_formats
 from quantkit.pipeline.target_bits import check_target
 from quantkit.recipe import Recipe, load_recipe
@@ -175,6 +176,8 @@ def _check_plan(
         if recipe.touch_up:
             check_touch_up(fmt)
     check_folds(method, family, source.config)
+    if recipe.kv_scales is not None:
+        check_kv_range(family, source.config)
     shapes = _layer_shapes(source, plan)
     if recipe.target_bits is not None:
         check_target(recipe.target_bits, family.linear_groups(source.config), plan, shapes)
@@ -199,7 +202,7 @@ def _tokens(
     source: Checkpoint, data: Calibration, recipe: Recipe, method: Method, plan: Mapping[str, Format | None]
 ) -> Tensor | None:
     """Calibration tokens, where they are needed, or where they show outlier columns for the log."""
-    needed = recipe.touch_up > 0 or needs_data(method, plan.values(), recipe.target_bits)
+    needed = recipe.looks_on or needs_data(method, plan.values(), recipe.target_bits)
     if not needed and not (data.samples > 0 and _lists_outliers(source, plan)):
         return None
     context = int(source.config.get("max_position_embeddings") or data.seq_len)

@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quantkit.checkpoint import StoredTensor, read_headers
 from quantkit.checksums import checksum
 from quantkit.errors import InputError, StorageError
 from quantkit.pipeline.earlier_run import (
@@ -136,6 +137,10 @@ class Journal:
                     yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise unreadable(weights, error) from error
+
+    def stored(self, index: int) -> dict[str, StoredTensor]:
+        """Where the tensors of a finished unit lie."""
+        return dict(read_headers(self._files(index)[0]))
 
     def checksums(self, index: int) -> dict[str, str]:
         """Of the tensors of a finished unit, from before they were written."""

@@ -18,7 +18,9 @@ import yaml
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.engines import Verdict
 from quantkit.formats import dialect_with
+from quantkit.formats.kv_scheme import describe_summary
 from quantkit.pipeline.coverage import coverage_of
+from quantkit.pipeline.markdown import cell, code, section, table
 from quantkit.pipeline.quality import Quality
 from quantkit.recipe import Recipe, list_recipes
 from quantkit.wording import human_bytes, human_count, model_name
@@ -85,6 +87,7 @@ class CardFacts:
     calibration: Mapping[str, Any] | None = None  # `Calibration.record`; None: the method saw no data
     quality: Quality | None = None
     license: Mapping[str, Any] | None = None  # `license_of` the original's folder
+    kv_scales: Mapping[str, Any] | None = None  # `QuantizeReport.kv_scales`
 
     @property
     def title(self) -> str:
@@ -102,13 +105,14 @@ def model_card(facts: CardFacts) -> str:
         f"---\n{_front_matter(facts)}---",
         f"# {facts.title}",
         _introduction(facts),
-        _section("Quality", _quality(facts.quality)),
-        _section("Who loads it", _engines(facts.engines)),
-        _section("How to load it", _loading(facts)),
-        _section("Layers", _schemes(facts)),
-        _section("Worst layers", _worst(facts.layers)),
-        _section("Calibration", _calibration(facts)),
-        _section("How to make it again", _again(facts)),
+        section("Quality", _quality(facts.quality)),
+        section("Who loads it", _engines(facts.engines)),
+        section("How to load it", _loading(facts)),
+        section("Layers", _schemes(facts)),
+        *([] if facts.kv_scales is None else [section("Cache", _cache(facts.kv_scales))]),
+        section("Worst layers", _worst(facts.layers)),
+        section("Calibration", _calibration(facts)),
+        section("How to make it again", _again(facts)),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -147,8 +151,8 @@ def _introduction(facts: CardFacts) -> str:
     options = ", ".join(f"{name} {value}" for name, value in asdict(recipe.method.build()).items())
     kept = f" Of the linear layers in its blocks, {len(facts.kept)} stayed as they were." if facts.kept else ""
     return (
-        f"{_code(model_name(facts.model))}, quantized with quantkit by the recipe {_code(recipe.name)}: "
-        f"method {_code(recipe.method.name)}{f' ({options})' if options else ''}, format {_code(facts.format)}. "
+        f"{code(model_name(facts.model))}, quantized with quantkit by the recipe {code(recipe.name)}: "
+        f"method {code(recipe.method.name)}{f' ({options})' if options else ''}, format {code(facts.format)}. "
         f"The quantized layers take {facts.bits_per_weight:.2f} bits per weight, scales and all; the weights went from "
         f"{human_bytes(facts.source_bytes)} to {human_bytes(facts.bytes)}. `lm_head`, embeddings and norms are not "
         f"quantized.{kept}"
@@ -164,35 +168,35 @@ def _quality(quality: Quality | None) -> str:
         ("perplexity, quantized", f"{quality.perplexity:.3f} ({change:+.2f} %)"),
     ]
     rows.append(("KL(original \\|\\| quantized) for a token", f"{quality.kl:.5f} nats"))
-    source = f"Text: {_code(_name_only(quality.text))}; {quality.protocol.rstrip('.')}."
-    return f"{_table(('measure', 'value'), rows)}\n\n{source}"
+    source = f"Text: {code(_name_only(quality.text))}; {quality.protocol.rstrip('.')}."
+    return f"{table(('measure', 'value'), rows)}\n\n{source}"
 
 
 def _engines(engines: Iterable[Verdict]) -> str:
-    rows = [(verdict.engine, verdict.answer, _cell(verdict.remark), _cell(verdict.evidence)) for verdict in engines]
-    return _table(("engine", "loads", "remark", "evidence"), rows)
+    rows = [(verdict.engine, verdict.answer, cell(verdict.remark), cell(verdict.evidence)) for verdict in engines]
+    return table(("engine", "loads", "remark", "evidence"), rows)
 
 
 def _loading(facts: CardFacts) -> str:
     """For every engine, what to type or the reason why it is of no use."""
     known = [verdict for verdict in facts.engines if verdict.engine in _WAYS_TO_LOAD]
     ways = [f"### {verdict.engine}\n\n{_way_to_load(verdict, facts)}" for verdict in known]
-    return "\n\n".join([f"{_code(facts.title)} stands for this folder, or for its name on the hub.", *ways])
+    return "\n\n".join([f"{code(facts.title)} stands for this folder, or for its name on the hub.", *ways])
 
 
 def _way_to_load(verdict: Verdict, facts: CardFacts) -> str:
     if verdict.loads is None:
-        return f"Whether {verdict.engine} loads it is not known: {_cell(verdict.remark)}."
+        return f"Whether {verdict.engine} loads it is not known: {cell(verdict.remark)}."
     if not verdict.loads:
-        return f"{verdict.engine} does not load it: {_cell(verdict.remark)}."
-    installed, command, code = _WAYS_TO_LOAD[verdict.engine]
+        return f"{verdict.engine} does not load it: {cell(verdict.remark)}."
+    installed, command, python = _WAYS_TO_LOAD[verdict.engine]
     flags = dialect_with(facts.format).serve_flags.get(verdict.engine, "")
     install = " ".join(("pip install", installed, *verdict.packages)) if installed else ""
     start = f"{command.format(shell=shlex.quote(facts.title))} {flags}".rstrip()
     typed = "\n".join(filter(None, (install, start)))
     shown = [f"```\n{typed}\n```"] if typed else []
-    if code:
-        shown.append(f"```python\n{code.format(python=json.dumps(facts.title, ensure_ascii=False))}\n```")
+    if python:
+        shown.append(f"```python\n{python.format(python=json.dumps(facts.title, ensure_ascii=False))}\n```")
     return "\n\n".join(shown)
 
 
@@ -202,10 +206,17 @@ def _schemes(facts: CardFacts) -> str:
         layers = [layer for layer in facts.layers if layer.scheme == scheme]
         weights = sum(layer.weights for layer in layers)
         bits = 8 * sum(layer.bytes for layer in layers) / weights
-        rows.append((_cell(scheme), len(layers), human_count(weights), f"{bits:.2f}"))
+        rows.append((cell(scheme), len(layers), human_count(weights), f"{bits:.2f}"))
     if facts.kept:
         rows.append(("kept", len(facts.kept), "", ""))
-    return _table(("scheme", "layers", "weights", "bits per weight"), rows)
+    return table(("scheme", "layers", "weights", "bits per weight"), rows)
+
+
+def _cache(kv_scales: Mapping[str, Any]) -> str:
+    return (
+        f"It brings scales for a cache of keys and values in FP8: {describe_summary(kv_scales)}. "
+        "`quantkit serve --kv-dtype fp8` uses them."
+    )
 
 
 def _worst(layers: Sequence[Layer]) -> str:
@@ -214,23 +225,23 @@ def _worst(layers: Sequence[Layer]) -> str:
     losses = {layer.module: float(layer.log["loss"]) if measured else layer.relative_error for layer in layers}
     ranked = sorted(layers, key=lambda layer: (-losses[layer.module], layer.module))[:WORST]
     what = "loss" if measured else "weight error"
-    rows = [(_code(layer.module), _cell(layer.scheme), f"{losses[layer.module]:.3g}") for layer in ranked]
+    rows = [(code(layer.module), cell(layer.scheme), f"{losses[layer.module]:.3g}") for layer in ranked]
     meaning = (
         "Squared error of a layer's outputs on the calibration inputs, relative to their square."
         if measured
         else "Norm of the difference to the original weights, relative to their norm; it says little about quality."
     )
-    return f"{_table(('layer', 'scheme', what), rows)}\n\n{meaning}"
+    return f"{table(('layer', 'scheme', what), rows)}\n\n{meaning}"
 
 
 def _calibration(facts: CardFacts) -> str:
     if facts.calibration is None:
         return "None: the method looks at no data."
-    rows = [(_cell(key), _code(_name_only(value))) for key, value in facts.calibration.items()]
+    rows = [(cell(key), code(_name_only(value))) for key, value in facts.calibration.items()]
     experts = coverage_of(facts.layers)
     if experts is not None:
-        rows.append(("experts", _cell(experts.describe())))
-    return _table(("setting", "value"), rows)
+        rows.append(("experts", cell(experts.describe())))
+    return table(("setting", "value"), rows)
 
 
 def _again(facts: CardFacts) -> str:
@@ -242,7 +253,7 @@ def _again(facts: CardFacts) -> str:
     if not bundled:
         contents = {key: value for key, value in facts.recipe.to_dict().items() if key != "name"}
         written = yaml.safe_dump(_names_only(contents), sort_keys=False, allow_unicode=True, width=1000)
-        text += f"\n\nwith this as {_code(file)}:\n\n```yaml\n{written}```"
+        text += f"\n\nwith this as {code(file)}:\n\n```yaml\n{written}```"
     return f"{text}\n\nMade with {', '.join(_versions())}."
 
 
@@ -265,24 +276,6 @@ def _versions() -> list[str]:
         except PackageNotFoundError:  # run from a source tree that was never installed
             continue
     return found
-
-
-def _section(title: str, body: str) -> str:
-    return f"## {title}\n\n{body}"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def _cell(text: object) -> str:
-    """Text that cannot break out of a table."""
-    return " ".join(str(text).split()).replace("|", "\\|")
-
-
-def _code(text: object) -> str:
-    return f"`{_cell(text).replace('`', '')}`"
 
 
 def _names_only(value: Any) -> Any:

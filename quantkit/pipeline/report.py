@@ -38,6 +38,7 @@ class QuantizeReport:
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...] = ()  # what another reader of the result will do otherwise
     touch_up: dict[str, Any] | None = None  # its steps, the best of them, and the KL before and after
+    kv_scales: dict[str, Any] | None = None  # of an FP8 cache: how many for a layer, the smallest and the largest
 
     @property
     def bits_per_weight(self) -> float:

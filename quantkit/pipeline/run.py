@@ -17,6 +17,7 @@ from quantkit.pipeline.allocation import choose_formats, formats_from_record
 from quantkit.pipeline.behind import Behind
 from quantkit.pipeline.job import Job, prepare
 from quantkit.pipeline.journal import Journal
+from quantkit.pipeline.kv_scaling import scale_cache
 from quantkit.pipeline.report import LayerReport, QuantizeReport
 from quantkit.pipeline.touching_up import touch_up
 from quantkit.pipeline.verification import fingerprint
@@ -61,6 +62,8 @@ def quantize(
         _run(job, chosen, journal, watch)
         if job.recipe.touch_up and journal.finished == len(job.blocks):
             touch_up(job, chosen, journal, watch)
+        if job.recipe.kv_scales is not None and journal.finished == len(job.blocks) + (job.recipe.touch_up > 0):
+            scale_cache(job, chosen, journal, watch)
         if job.recipe.writes_gguf:
             from quantkit.pipeline.gguf_file import write_gguf_file  # needs an extra
 

@@ -51,7 +51,7 @@ def touch_up(job: Job, chosen: Mapping[str, Format], journal: Journal, on_step: 
 
 def touched(journal: Journal) -> dict[str, Any] | None:
     """What the touch-up of a run found; None where there was none."""
-    return journal.record(journal.finished - 1).get(RECORD)
+    return next((record[RECORD] for record in map(journal.record, range(journal.finished)) if RECORD in record), None)
 
 
 def _finished(

@@ -15,8 +15,10 @@ from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.engines import Layers, verdicts
 from quantkit.errors import QuantkitError
 from quantkit.formats import Format, dialect_of
+from quantkit.formats.kv_scheme import kv_cache_scheme
 from quantkit.pipeline.job import Job
 from quantkit.pipeline.journal import Journal
+from quantkit.pipeline.kv_scaling import scaled
 from quantkit.pipeline.model_card import CardFacts, license_of, model_card
 from quantkit.pipeline.quality import Quality, compare_by_blocks
 from quantkit.pipeline.report import LayerReport, QuantizeReport
@@ -53,7 +55,7 @@ def write_checkpoint(
             for name, tensor in journal.tensors(index):
                 if newest[name] == index:  # a touch-up replaces what blocks had
                     writer.add(name, tensor, checksums[name])
-        write_config(writer, job.source, chosen, [LM_HEAD, *job.kept])
+        write_config(writer, job.source, chosen, [LM_HEAD, *job.kept], job.recipe.kv_scales)
         source_bytes = sum(stored.nbytes for stored in job.source.tensors.values())
         name = next(iter(chosen.values())).name
         report = None
@@ -64,7 +66,7 @@ def write_checkpoint(
             quality = measured_quality(job, folder)
             sizes = (source_bytes, writer.total_bytes)
             facts = QuantizeReport(str(job.output), job.recipe.name, name, *sizes, job.calibration, quality, layers)
-            report = replace(facts, touch_up=touched(journal))
+            report = replace(facts, touch_up=touched(journal), kv_scales=scaled(journal))
             writer.add_text(QUANTIZATION_LOG, _log(job, report, allocation))
             writer.add_text("README.md", _card(job, report, chosen))
 
@@ -73,11 +75,19 @@ def write_checkpoint(
     return report
 
 
-def write_config(writer: CheckpointWriter, source: Checkpoint, modules: Mapping[str, Format], kept: list[str]) -> None:
+def write_config(
+    writer: CheckpointWriter,
+    source: Checkpoint,
+    modules: Mapping[str, Format],
+    kept: list[str],
+    kv_scales: str | None = None,
+) -> None:
     """config.json with its quantization_config, what older readers look for beside it, and the source's small files."""
     dialect = dialect_of(modules)
     gates = family_of(source.config).gates(source.config) if dialect.lists_gates else []
     config = dialect.write(modules, [*kept, *gates])
+    if kv_scales is not None:
+        config["kv_cache_scheme"] = kv_cache_scheme(kv_scales)
     writer.add_json("config.json", source.config | {"quantization_config": config})
     for file in source.side_files():
         writer.add_file(file)
@@ -119,6 +129,8 @@ def _log(job: Job, report: QuantizeReport, allocation: Mapping[str, Any] | None)
         first["allocation"] = allocation
     if report.touch_up is not None:
         first["touch_up"] = report.touch_up
+    if report.kv_scales is not None:
+        first["kv_scales"] = report.kv_scales
     return "".join(json.dumps(line) + "\n" for line in (first, *(layer.to_dict() for layer in report.layers)))
 
 
@@ -136,5 +148,6 @@ def _card(job: Job, report: QuantizeReport, chosen: Mapping[str, Format]) -> str
             calibration=report.calibration,
             quality=report.quality,
             license=license_of(job.source.folder),
+            kv_scales=report.kv_scales,
         )
     )

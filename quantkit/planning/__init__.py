@@ -54,6 +54,7 @@ def make_plan(job: Job) -> QuantizePlan:
         seq_len=job.data.seq_len,
         device=job.device,
         touch_up=job.recipe.touch_up,
+        scales_cache=job.recipe.kv_scales is not None,
     )
     needs = _needs(work, written, Path(job.output))
     layers = Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept, bool(job.family.fused))
@@ -83,7 +84,8 @@ def _output_facts(job: Job, schemes: tuple[SchemePlan, ...]) -> OutputFacts:
     quantized = sum(scheme.bytes for scheme in schemes)
     bits = 8 * quantized / sum(scheme.weights for scheme in schemes)
     name = next(iter(job.chosen.values())).name
-    return OutputFacts(name, schemes, tuple(job.kept), job.plain_bytes + quantized, bits, job.recipe.target_bits)
+    asked = (job.recipe.target_bits, job.recipe.kv_scales)
+    return OutputFacts(name, schemes, tuple(job.kept), job.plain_bytes + quantized, bits, *asked)
 
 
 def _groups_by_block(

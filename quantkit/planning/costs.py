@@ -52,6 +52,7 @@ class Work:
     seq_len: int
     device: str
     touch_up: int = 0  # steps at the end
+    scales_cache: bool = False  # all tokens run through the model once more
 
     @property
     def tokens(self) -> int:
@@ -166,7 +167,7 @@ def estimated_seconds(work: Work) -> float:
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
-        tokens = work.tokens + work.seq_len * work.method.tuned_sequences(work.samples)
+        tokens = work.tokens * (1 + work.scales_cache) + work.seq_len * work.method.tuned_sequences(work.samples)
         tokens += work.seq_len * work.touch_up * min(BATCH, work.samples) * PASSES
         forward = sum(2 * tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops

@@ -52,6 +52,7 @@ class OutputFacts:
     bytes: int
     bits_per_weight: float  # of the quantized layers, scales and all
     target_bits: float | None  # where it is given, each layer's bits are found during the run
+    kv_scales: str | None = None  # how many scales an FP8 cache gets
 
 
 @dataclass(frozen=True)

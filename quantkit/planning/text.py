@@ -7,6 +7,7 @@ from quantkit.formats import Gguf
 from quantkit.planning.plan import Need, OutputFacts, QuantizePlan
 from quantkit.wording import human_bytes, human_count, human_duration
 
+_SCALES = {"tensor": "one for the keys of a layer and one for its values", "attn_head": "one for each head"}
 _NAMED = 3  # kept layers by name, before they are only counted
 
 
@@ -19,6 +20,7 @@ def describe(plan: QuantizePlan) -> list[tuple[str, str]]:
         ("recipe", _method(plan)),
         *(("layers", f"{s.scheme}: {s.layers} layers, {human_count(s.weights)} weights") for s in output.schemes),
         ("kept", _kept(output)),
+        *(("cache", f"scales for FP8, {_SCALES[how]}") for how in filter(None, [output.kv_scales])),
         ("output", _output(plan)),
         ("disk", _need(needs.disk, "free")),
         ("memory", f"about {_need(needs.ram, 'available')}"),

@@ -57,7 +57,12 @@ class Recipe(Contents):
     def needs_data(self) -> bool:
         """Whether there is no quantizing without calibration."""
         formats = (rule.fmt for rule in self._rules("bfloat16"))  # any dtype will do
-        return self.touch_up > 0 or needs_data(self.method.build(), formats, self.target_bits)
+        return self.looks_on or needs_data(self.method.build(), formats, self.target_bits)
+
+    @property
+    def looks_on(self) -> bool:
+        """Whether calibration data is looked at after all layers are rounded."""
+        return self.touch_up > 0 or self.kv_scales is not None
 
     @property
     def writes_gguf(self) -> bool:

@@ -19,8 +19,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.formats import RECIPE_FORMATS, CtPacked, build
+from quantkit.formats import RECIPE_FORMATS, build
 from quantkit.methods import Method, find_method, method_names
+from quantkit.recipe.limits import check_kv_scales, check_target_bits
 from quantkit.recipe.parse import changed, key_of, parse
 
 KeyPath = tuple[str | int, ...]  # of a key, from the outermost in
@@ -42,7 +43,6 @@ _MUST_BE = {  # by pydantic's kind of error
 }
 _MUST_BE_AT = {"method": "a name such as gptq, or a mapping such as {name: gptq, damping: 0.05}"}  # by key
 _NAME_BEFORE = re.compile(r"^[\w-]+: ")  # formats start their errors with their name
-_BITS = (2, 8)  # the least and the most that `target_bits` may ask for
 
 
 class _Choice(BaseModel):
@@ -96,6 +96,7 @@ class Contents(BaseModel):
     format: FormatChoice
     target_bits: float | None = None  # of a weight on average, scales and all; the bits of each layer follow
     touch_up: Annotated[int, Field(ge=0)] = 0  # steps that scales and norms learn at the end
+    kv_scales: str | None = None  # how many scales an FP8 cache gets: one of STRATEGIES
     calibration: CalibrationChoice = CalibrationChoice()
     keep: tuple[str, ...] = Field(default=(), strict=False)  # not strict in one point: YAML knows lists, not tuples
     overrides: tuple[Override, ...] = Field(default=(), strict=False)
@@ -140,7 +141,7 @@ def _in_long_form(contents: dict[str, Any]) -> dict[str, Any]:
 def _checked(contents: dict[str, Any], source: Source) -> Contents:
     recipe = _validated(Contents, contents, (), Contents.model_fields, source)
     optional: dict[str, Any] = {
-        key: contents[key] for key in ("target_bits", "touch_up", "calibration") if key in contents
+        key: contents[key] for key in ("target_bits", "touch_up", "kv_scales", "calibration") if key in contents
     }
     _check_filled(optional, (), source)
     _check_method(recipe.method, source)
@@ -154,7 +155,8 @@ def _checked(contents: dict[str, Any], source: Source) -> Contents:
             raise source.error(path, f"'{path}' must have either keep: true or options of the format, such as bits: 8")
     for index, pattern in enumerate(recipe.keep):
         _check_pattern(f"keep.{index}", pattern, source)
-    _check_target_bits(recipe, source)
+    check_target_bits(recipe, source)
+    check_kv_scales(recipe, source)
     return recipe
 
 
@@ -191,30 +193,6 @@ def _check_pattern(path: str, pattern: str, source: Source) -> None:
         raise source.error(
             path, f"'{path}' is {pattern!r}, which is not a valid regular expression: {error}"
         ) from error
-
-
-def _check_target_bits(recipe: Contents, source: Source) -> None:
-    """Bits can be chosen layer by layer only where one checkpoint may mix them and nobody else sets them."""
-    if recipe.target_bits is None:
-        return
-    least, most = _BITS
-    if not least <= recipe.target_bits <= most:
-        raise source.error(
-            "target_bits", f"'target_bits' is {recipe.target_bits:g}, but must be a number from {least} to {most}"
-        )
-    if recipe.format.name != CtPacked.name:
-        raise source.error(
-            "target_bits",
-            f"'target_bits' mixes layers of different bits, which format '{recipe.format.name}' cannot hold; "
-            f"use format.name: {CtPacked.name}, or leave 'target_bits' out",
-        )
-    for index, override in enumerate(recipe.overrides):
-        if override.options:
-            raise source.error(
-                f"overrides.{index}",
-                f"'overrides.{index}' sets options of '{override.modules}', but 'target_bits' chooses them for every "
-                "layer; remove one of the two (an override with keep: true may stay)",
-            )
 
 
 def _check_format_options(choice: _Choice, base: dict[str, Any], name: str, path: KeyPath, source: Source) -> None:

@@ -47,7 +47,7 @@ def make_part(
 
     A step is a CUDA graph, on a CPU a tape, where one can hold all of it: not where it goes through several stages.
     """
-    cache = allocate_cache(config, plan, dtype, options)
+    cache = allocate_cache(config, plan, dtype, options, weights.kv_scales)
     decoder = make_decoder(raw, config, weights, plan.max_context, dtype, options, group, ranks)
     device_rows = DeviceRows(options.sequences, plan.max_context, plan.page_size, options.torch_device, group)
     staged = ranks.pipeline > 1

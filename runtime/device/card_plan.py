@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quantkit.errors import InputError
@@ -14,6 +15,7 @@ from quantkit.formats import Format
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear.decoded import why_card_decodes
 from quantkit.kernels.linear.dispatch import file_name, table_of
+from quantkit.runtime.core.kv_dtypes import check_kv_dtype
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class CardPlan:
     def is_measured(self) -> bool:
         """Whether there is a table of the fastest kernels on this GPU; else the card's defaults are taken."""
         return bool(table_of(file_name(self.card.name)))
+
+
+def small_kv_dtype(card: Card | None, entry: tuple[int, int, int]) -> str | None:
+    """The cache in 8 bits of a card, or of a CPU, that a model of this `ModelConfig.cache_entry` can have."""
+    names = ("int8", "fp8") if card is None else ("fp8",) if card.has_float8 else ("int8",)
+    for name in names:
+        with suppress(InputError):
+            check_kv_dtype(name, entry)
+            return name
+    return None
 
 
 def plan_card(

@@ -49,6 +49,11 @@ class MemoryPlan:
         return self.pages * (self.page_bytes + self.draft_page_bytes)
 
     @property
+    def left(self) -> int:
+        """Of what may be used, beside everything but the cache."""
+        return self.available - self.weights - self.activations - self.graphs
+
+    @property
     def kv_tokens(self) -> int:
         return (self.pages - 1) * self.page_size
 
@@ -73,9 +78,50 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for a model (and its draft) of so many bytes; raises InputError, naming the flags to change, where it
     does not fit."""
-    device = options.torch_device
     if available is None:
-        available = available_memory(device, options.memory_share)
+        available = available_memory(options.torch_device, options.memory_share)
+    plan = _without_pages(config, weights, dtype, options, available, draft)
+    return _with_pages(plan, plan.left, options.torch_device, options)
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """What is left for a cache, and what its pages take."""
+
+    bytes: int
+    page_bytes: int  # a draft's too
+    page_size: int
+
+    @property
+    def tokens(self) -> int:
+        return max(0, self.bytes // self.page_bytes - 1) * self.page_size  # one page pads
+
+    def bytes_of(self, tokens: int) -> int:
+        return (-(-tokens // self.page_size) + 1) * self.page_bytes
+
+
+def room_for_cache(
+    config: ModelConfig,
+    weights: int,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    available: int,
+    draft: ModelConfig | None = None,
+) -> CacheRoom:
+    """Of a plan that need not come out."""
+    plan = _without_pages(config, weights, dtype, options, available, draft)
+    return CacheRoom(max(0, plan.left), plan.page_bytes + plan.draft_page_bytes, plan.page_size)
+
+
+def _without_pages(
+    config: ModelConfig,
+    weights: int,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    available: int,
+    draft: ModelConfig | None,
+) -> MemoryPlan:
+    device = options.torch_device
     page_bytes = _page_bytes(config, dtype, options)
     context = min(options.max_context or config.max_positions, config.max_positions)
     if options.max_context is not None and options.max_context > config.max_positions:
@@ -83,7 +129,7 @@ def plan_memory(
             f"max_context is {options.max_context}, but the model was made for {config.max_positions} positions"
         )
     in_graphs = (config, draft) if device.type == "cuda" and options.graphs else ()
-    plan = MemoryPlan(
+    return MemoryPlan(
         available=available,
         weights=weights,
         activations=_activation_bytes(config, dtype, options, draft),
@@ -95,8 +141,6 @@ def plan_memory(
         draft_page_bytes=0 if draft is None else _page_bytes(draft, dtype, options),
         host_pages=room_for(page_bytes, options.host_bytes),
     )
-    left = available - plan.weights - plan.activations - plan.graphs
-    return _with_pages(plan, left, device, options)
 
 
 def refine_plan(

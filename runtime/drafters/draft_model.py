@@ -41,7 +41,7 @@ class DraftModel:
 
     raw: Config
     config: ModelConfig
-    load: Callable[[Weights], Weights]  # given the target's
+    load: Callable[[Weights, str], Weights]  # given the target's, and the `kv_dtype` of both
     size: int  # bytes of its weights
 
 

@@ -40,7 +40,7 @@ def make_self_draft(
     method = chosen.method.build()
     rounded = _Rounded(target, formats, lambda weight, fmt: method.round_without_data(weight, fmt).quantized)
 
-    def load(whole: Weights) -> Weights:
+    def load(whole: Weights, kv_dtype: str) -> Weights:
         return replace(whole, blocks=load_blocks(rounded, config, dtype, device))
 
     return DraftModel(raw=target.config, config=config, load=load, size=rounded.nbytes(config, dtype))

@@ -50,7 +50,7 @@ def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) 
     return DraftModel(
         raw=checkpoint.config,
         config=draft,
-        load=lambda whole: load_weights(checkpoint, draft, dtype, options.torch_device),
+        load=lambda whole, kv_dtype: load_weights(checkpoint, draft, dtype, options.torch_device, kv_dtype=kv_dtype),
         size=weight_bytes(checkpoint, dtype),
     )
 

@@ -26,6 +26,7 @@ from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence
 from quantkit.runtime.core.step_plan import StepPlan
 from quantkit.runtime.core.step_result import NO_TOKEN, PromptLogprobs, Sampled
 from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.device.kv_choice import KvChoice
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.device.peers import Alone, Peers
 from quantkit.runtime.device.runner import InFlight, Runner
@@ -69,9 +70,12 @@ class Engine:
         options: EngineOptions,
         speculation: Speculation | None = None,
         peers: Peers = Alone(),  # noqa: B008  (has no state)
+        kv_choice: KvChoice | None = None,
     ) -> None:
-        """`peers` are the other ranks, where there are any; they end with the engine."""
+        """`peers` are the other ranks, where there are any; they end with the engine. `kv_choice` says why its cache is
+        of its kind."""
         self.config = config
+        self.kv_choice = kv_choice
         self.options = options
         self.memory = plan
         pool = PagePool(plan.pages, plan.page_size, options.share_prefixes)

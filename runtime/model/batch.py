@@ -45,7 +45,7 @@ class KvCache:
     """
 
     pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]; see `ModelConfig.cache_entry`
-    scale: Tensor | None = None  # float32 [kv_heads], of an 8-bit cache
+    scales: Tensor | None = None  # float32 [layers, 2, kv_heads], of a cache in FP8
     codes: IntegerCodes | None = None  # what its bytes are, where it is one of integers
 
     @property
@@ -72,6 +72,7 @@ class KvCache:
     def layers(self) -> tuple[LayerCache, ...]:
         """Not of latents, which are no pairs."""
         if self.codes is None:
-            return tuple(LayerCache(keys, values, self.scale, self.scale) for keys, values in self.pages)
+            scales = [(None, None)] * len(self.pages) if self.scales is None else self.scales
+            return tuple(LayerCache(*pages, *own) for pages, own in zip(self.pages, scales, strict=True))
         rows, words = self.codes.planes(self.pages)
         return tuple(LayerCache(*row, *word) for row, word in zip(rows, words, strict=True))

@@ -164,6 +164,7 @@ class Decoder:
             q = own.q_b(self._ops.rms_norm(q, own.q_norm, LATENT_EPS))
         plain, turning = q.unflatten(1, (-1, sizes.query)).split((sizes.plain, sizes.rope), dim=2)
         table, pages = self._tables[layer], cache.pages[layer, 0]
+        scales = None if cache.scales is None else cache.scales[layer, 0]
         turned = self._ops.rotate_latent(
             turning,
             kept,
@@ -175,7 +176,7 @@ class Decoder:
             pages,
             eps=LATENT_EPS,
             interleaved=sizes.interleaved,
-            scales=cache.scale,
+            scales=scales,
         )
         attended = latent_attention.attend(
             step,
@@ -185,7 +186,7 @@ class Decoder:
             own,
             self._ops,
             scale=self.config.attention_scale,
-            cache_scale=cache.scale,
+            cache_scale=scales,
             scratch=self._scratch,
         )
         return self._whole(block.output, attended.flatten(1))

@@ -140,6 +140,7 @@ class Weights:
     blocks: tuple[Block, ...]
     norm: Tensor | None  # on the last stage only
     head: Linear  # this rank's part of the vocabulary; without weights on later stages
+    kv_scales: Tensor | None = None  # float32 [layers, 2, kv_heads], for an FP8 cache
 
     @property
     def dtype(self) -> torch.dtype:

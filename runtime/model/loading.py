@@ -19,6 +19,7 @@ from quantkit.runtime.model.config import ROUTED, ModelConfig
 from quantkit.runtime.model.embedding import EMBEDDING, CodedEmbedding, embedding_of_head
 from quantkit.runtime.model.expert_stacks import TRIED_ROWS, read_stack, why_not_stacked
 from quantkit.runtime.model.experts import ExpertMlp, GroupedMlp, SharedExpert, rule_of
+from quantkit.runtime.model.kv_scales import read_kv_scales
 from quantkit.runtime.model.layers import Block, DenseMlp, LatentProjections, Linear, Mlp, Weights
 from quantkit.runtime.model.lm_head import head_in_bits
 from quantkit.runtime.model.ranks import Ranks
@@ -37,8 +38,13 @@ def load_weights(
     on_block: Progress = silent,
     ranks: Ranks = Ranks(),  # noqa: B008  (a value)
     head_bits: int | None = None,
+    kv_dtype: str = "auto",
 ) -> Weights:
-    """Every weight of a model, or those of one rank, on its device. `config` is the whole model's."""
+    """Every weight of a model, or those of one rank, on its device. `config` is the whole model's.
+
+    With a cache in FP8, scales that the checkpoint brings for it come along.
+    """
+    kv_scales = read_kv_scales(checkpoint, config, device, ranks) if kv_dtype == "fp8" else None
     reader = Reader(checkpoint, config, dtype, device)
     rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
     embedding: Tensor | CodedEmbedding = reader.embedding(rows)
@@ -49,7 +55,7 @@ def load_weights(
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
     norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
     return_free_memory()
-    return Weights(embedding, blocks, norm, head)
+    return Weights(embedding, blocks, norm, head, kv_scales)
 
 
 def _head(reader: Reader, embedding: Tensor | CodedEmbedding, ranks: Ranks) -> Linear:

@@ -84,7 +84,9 @@ def _load(
     check_kernels(local, dtype, options)
     size = rank_weight_bytes(checkpoint, config, dtype, ranks) + more_bytes(config, dtype, options.head_bits, ranks)
     plan = plan_memory(local, size, dtype, options, available_to_rank(options, ranks))
-    weights = load_weights(checkpoint, config, dtype, device, ranks=ranks, head_bits=options.head_bits)
+    weights = load_weights(
+        checkpoint, config, dtype, device, ranks=ranks, head_bits=options.head_bits, kv_dtype=options.kv_dtype
+    )
     plan = refine_plan(plan, local, dtype, options)
     loaded = {name: getattr(plan, name) for name in AGREED} | {"weights": resident_bytes(weights)}
     channel.say({"loaded": loaded})

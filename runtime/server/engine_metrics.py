@@ -111,6 +111,7 @@ class EngineCollector(Collector):
             "device": info.device,
             "dtype": info.dtype,
             "kv_dtype": info.kv_dtype,
+            "kv_reason": info.kv_reason,
         }
         family = GaugeMetricFamily(PREFIX + "build_info", "What is served, always 1.", labels=list(labels))
         family.add_metric(list(labels.values()), 1)

@@ -164,6 +164,8 @@ class _Serving:
             f"{named}ready after {seconds:.1f} s: {info.format} on {info.device}, "
             f"contexts of {info.max_context} tokens, {info.kv_tokens} tokens in the cache"
         )
+        if info.kv_reason:
+            _say(f"{named and model.name + ': '}KV cache in {info.kv_dtype}: {info.kv_reason}")
         if info.kernels is not None:
             _say(f"{model.name}: {info.kernels}" if named else info.kernels)
 

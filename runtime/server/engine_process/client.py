@@ -55,6 +55,7 @@ class EngineInfo:
     max_sequences: int
     speculates: bool = False
     kernels: str | None = None  # what their choice rests on, on a GPU
+    kv_reason: str = ""  # why the cache is in `kv_dtype`
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "device": str(options.torch_device),
         "dtype": dtype,
         "kv_dtype": engine.runner.cache.kind.label,
+        "kv_reason": "" if engine.kv_choice is None else engine.kv_choice.reason,
         "weights_bytes": memory.weights,
         "kv_tokens": memory.kv_tokens,
         "page_size": memory.page_size,
