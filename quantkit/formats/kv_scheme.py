@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 
 STRATEGIES = ("tensor", "attn_head")
 LARGEST = 448.0  # of float8_e4m3fn
-STEPS = 8  # scales between two powers of two that are tried
 _SPELLINGS = (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale"))
 _OF_A_CACHE = re.compile(r"\.self_attn\.[qkv]_(?:proj\.output_)?(?:scale|zero_point)$")
 
@@ -68,23 +66,11 @@ def scale_names(attention: str, tensors: Container[str]) -> tuple[str, str]:
     return f"{attention}.{names[0]}", f"{attention}.{names[1]}"
 
 
-@dataclass(frozen=True)
-class KvRange:
-    """What scales of one layer follow from, of keys and of values."""
-
-    largest: Tensor  # float32 [2, kv_heads]
-    errors: Tensor  # float32 [2, kv_heads, STEPS]: squared, of scales that are powers of two times 2 ** (step / STEPS)
-
-
-def scale_tensors(attention: str, found: KvRange, strategy: str) -> dict[str, Tensor]:
-    """Of one layer: of all scales that cut nothing and leave less than half of the range unused, those with the least
-    error. Where the largest value stands between two powers of two decides how exactly it is kept."""
-    largest, errors = found.largest, found.errors
+def scale_tensors(attention: str, largest: Tensor, strategy: str) -> dict[str, Tensor]:
+    """Of one layer, from the largest magnitude of every head, [2, kv_heads] of keys and of values."""
     if strategy == "tensor":
-        largest, errors = largest.amax(1, keepdim=True), errors.sum(1, keepdim=True)
-    offset = errors.argmin(-1) / STEPS
-    powers = (torch.log2(largest / LARGEST) - offset).ceil()
-    scales = torch.where(largest > 0, torch.exp2(powers + offset), 1.0)
+        largest = largest.amax(1, keepdim=True)
+    scales = torch.where(largest > 0, largest.float() / LARGEST, 1.0)
     shape = (1,) if strategy == "tensor" else (-1, 1, 1)
     names = _SPELLINGS[0]
     return {f"{attention}.{name}": scale.reshape(shape) for name, scale in zip(names, scales, strict=True)}
