@@ -1,7 +1,7 @@
 """What a watermark brings and costs: how many answers show it, how many plain ones seem to, and what the text loses.
 
-    python -m quantkit.eval.watermark demo --answers 128
-    python -m quantkit.eval.watermark demo --answers 32 --delta 1 --json
+python -m quantkit.eval.watermark demo --answers 128
+python -m quantkit.eval.watermark demo --answers 64 --delta 1 --json
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -49,7 +50,7 @@ class WatermarkResult:
 
 
 def measure_watermark(
-    llm: LLM, *, answers: int = 128, tokens: int = 200, keys: int = 2000, gamma: float = GAMMA, delta: float = DELTA
+    llm: LLM, *, answers: int = 128, tokens: int = 200, keys: int = 20_000, gamma: float = GAMMA, delta: float = DELTA
 ) -> WatermarkResult:
     """Everything that `WatermarkResult` says; an answer counts as found where its text is, tokenized again."""
     mark = Watermark(_SECRET, gamma, delta)
@@ -86,7 +87,7 @@ def drawn_answers(llm: LLM, count: int, tokens: int, mark: Watermark | None) -> 
 
 def count_false_positives(answers: Sequence[Sequence[int]], keys: int, gamma: float) -> int:
     """In how many pairs of an answer and a key that nobody used the detector finds the watermark."""
-    each = [list(dict.fromkeys(zip(ids, ids[1:], strict=False))) for ids in answers]
+    each = [list(dict.fromkeys(pairwise(ids))) for ids in answers]
     owner = torch.repeat_interleave(torch.tensor([len(pairs) for pairs in each]))
     before, tokens = torch.tensor([pair for pairs in each for pair in pairs]).unbind(1)
     least = torch.tensor([least_green(len(pairs), gamma) for pairs in each])
@@ -128,7 +129,7 @@ def _window_cost(logits: Tensor, ids: Tensor, mark: Watermark) -> Tensor:
 @click.argument("model")
 @click.option("--answers", default=128, show_default=True, help="With a watermark, and as many without.")
 @click.option("--tokens", default=200, show_default=True, help="Of each answer.")
-@click.option("--keys", default=2000, show_default=True, help="Tried on every plain answer.")
+@click.option("--keys", default=20_000, show_default=True, help="Tried on every plain answer.")
 @click.option("--gamma", default=GAMMA, show_default=True, help="Share of green tokens.")
 @click.option("--delta", default=DELTA, show_default=True, help="Added to their logits.")
 @json_option

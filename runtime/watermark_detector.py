@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,12 +52,12 @@ def detect_watermark(
     tokenizer: PreTrainedTokenizerBase | None = None,
     gamma: float = GAMMA,
 ) -> WatermarkScore:
-    """Looks for the watermark of `key` in a text, or in token ids. A text needs the tokenizer, or the model that has it."""
+    """Looks for the watermark of `key` in a text, or in token ids. A text needs its tokenizer, or the model."""
     check_gamma(gamma)
     if not isinstance(key, str) or not key:
         raise InputError("key is empty or no text; give the secret that answers were watermarked with")
     ids = _encoded(text, model, tokenizer) if isinstance(text, str) else list(text)
-    pairs = list(dict.fromkeys(zip(ids, ids[1:], strict=False)))
+    pairs = list(dict.fromkeys(pairwise(ids)))
     if not pairs:
         raise InputError(f"the text has {len(ids)} tokens, but a watermark is in pairs of them; give at least two")
     return score(len(pairs), _count_green(pairs, key, gamma), gamma)

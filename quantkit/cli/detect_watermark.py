@@ -24,7 +24,7 @@ from quantkit.errors import InputError, StorageError
 def command(
     model: str, file: str | None, text: str | None, key_file: str, gamma: float, false_positives: float, as_json: bool
 ) -> None:
-    """Say whether the text of FILE (- for stdin) was written with a watermark. MODEL has the tokenizer; it does not run.
+    """Say whether the text of FILE (- for stdin) was written with a watermark. Of MODEL only the tokenizer is used.
 
     \b
     quantkit detect-watermark demo answer.txt --key-file secret.txt

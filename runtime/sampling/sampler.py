@@ -1,4 +1,5 @@
-"""From logits to tokens, on the device: penalties, biases, bans, watermarks, the draw, and log-probabilities where asked for.
+"""From logits to tokens, on the device: penalties, biases, bans, watermarks, the draw, and log-probabilities
+where asked for.
 
 What a step needs from the host is made anew only when the set of sequences changes. Penalties keep, for every row of
 the device's state, how often each token was answered and whether it stood in the prompt; the tables exist from the
@@ -137,9 +138,7 @@ class Sampler:
             self._settings_of = key
         return self._settings
 
-    def _shaped(
-        self, logits: Tensor, sequences: Ordered[Sequence], guesses: Guesses, before: Tensor | None
-    ) -> Tensor:
+    def _shaped(self, logits: Tensor, sequences: Ordered[Sequence], guesses: Guesses, before: Tensor | None) -> Tensor:
         """Penalties, biases, watermarks, and no end before the least number of tokens; changes logits [rows, vocab] in
         place."""
         penalized = [row for row, sequence in enumerate(sequences) if sequence.params.penalized]

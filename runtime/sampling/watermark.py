@@ -1,15 +1,16 @@
-"""The green list of a watermark, on the device (Kirchenbauer et al., "A Watermark for Large Language Models", 2023, with
-one token of context): the logits of green tokens get delta more before a token is chosen.
+"""The green list of a watermark, on the device (Kirchenbauer et al., "A Watermark for Large Language Models", 2023,
+with one token of context): the logits of green tokens get delta more before a token is chosen.
 
     green(previous, token)  where  splitmix(splitmix(key, previous), token) < gamma * 2**64
 
 `splitmix(state, n)` is the n-th number of the generator SplitMix64 that starts from `state`. The paper shuffles the
 vocabulary by a generator seeded with key and previous token, and takes the first gamma of it. Here every pair draws for
 itself, from its number alone: one elementwise pass over the logits, no table, no sorting, any vocabulary, and nothing
-that the host must know. So the share of green tokens behind a token is gamma only on average (its standard deviation is
-sqrt(gamma * (1 - gamma) / vocabulary)), but different pairs are independent: in a text that was written without the key,
-the green ones among its T different pairs are binomial with T and gamma, which is the detector's null hypothesis
-(`runtime/watermark_detector.py`), while of a shuffled list pairs with the same first token exclude each other a little.
+that the host must know. So the share of green tokens behind a token is gamma only on average (its standard deviation
+is sqrt(gamma * (1 - gamma) / vocabulary)), but different pairs are independent: in a text that was written without the
+key, the green ones among its T different pairs are binomial with T and gamma, which is the detector's null hypothesis
+(`runtime/watermark_detector.py`). In the paper's lists of fixed size, pairs with the same first token exclude each
+other a little.
 """
 
 from __future__ import annotations

@@ -180,7 +180,8 @@ def install_error_handlers(app: FastAPI) -> None:
 def documented(*statuses: int, tgi: bool = False) -> dict[int | str, dict[str, Any]]:
     """`responses=` of a route that may give these."""
     words = {400: "A field is wrong", 401: "The API key is missing or wrong", 404: "No such model",
-             408: "The body came too slowly", 413: "The body is too large", 422: "A field is wrong", 429: "Too many requests; see Retry-After",
+             408: "The body came too slowly", 413: "The body is too large", 422: "A field is wrong",
+             429: "Too many requests; see Retry-After",
              500: "The server failed", 503: "The engine is not ready", 504: "The time limit was reached"}  # fmt: skip
     body = TgiError if tgi else ErrorBody
     return {status: {"model": body, "description": words[status]} for status in statuses}

@@ -13,8 +13,15 @@ from quantkit.runtime.server.routes.call import Call
 from quantkit.runtime.server.routes.event_stream import start_stream
 from quantkit.runtime.server.routes.tgi_writer import TgiWriter
 from quantkit.runtime.server.schemas.responses import answer_or_stream
-from quantkit.runtime.server.schemas.tgi import Generated, Info, StreamEvent, TgiEitherRequest, TgiRequest
-from quantkit.runtime.server.schemas.tgi import tgi_guide, tgi_params
+from quantkit.runtime.server.schemas.tgi import (
+    Generated,
+    Info,
+    StreamEvent,
+    TgiEitherRequest,
+    TgiRequest,
+    tgi_guide,
+    tgi_params,
+)
 from quantkit.runtime.server.version import package_version
 
 router = APIRouter(tags=["TGI"])
