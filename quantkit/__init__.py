@@ -6,6 +6,7 @@ quantkit.compare(model, recipes, output)   every format of a model: quality, spe
 quantkit.load_reference(path)              any supported checkpoint as a transformers model with decoded weights
 quantkit.LLM(path).generate(prompts)       answers of the engine, on a GPU or a CPU; quantkit.SamplingParams says how
 quantkit.AsyncLLM(path)                    the same for an event loop: many requests at once, streamed
+quantkit.detect_watermark(text, key)       whether an answer has the quantkit.Watermark of this key
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from quantkit.pipeline import quantize
     from quantkit.reference import load_reference
     from quantkit.runtime.core.sampling_params import SamplingParams
+    from quantkit.runtime.core.watermark import Watermark
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.sampling.structured_output import GuideSpec
     from quantkit.runtime.server.async_llm import AsyncLLM
+    from quantkit.runtime.watermark_detector import detect_watermark
 
 _LAZY = {  # so that --help needs no torch
     "AsyncLLM": "quantkit.runtime.server.async_llm",
@@ -30,7 +33,9 @@ _LAZY = {  # so that --help needs no torch
     "GuideSpec": "quantkit.runtime.sampling.structured_output",
     "LLM": "quantkit.runtime.llm",
     "SamplingParams": "quantkit.runtime.core.sampling_params",
+    "Watermark": "quantkit.runtime.core.watermark",
     "compare": "quantkit.eval.compare.public",
+    "detect_watermark": "quantkit.runtime.watermark_detector",
     "evaluate": "quantkit.eval.quality.evaluate",
     "load_reference": "quantkit.reference",
     "quantize": "quantkit.pipeline",
@@ -41,7 +46,9 @@ __all__ = [
     "Calibration",
     "GuideSpec",
     "SamplingParams",
+    "Watermark",
     "compare",
+    "detect_watermark",
     "evaluate",
     "load_reference",
     "quantize",

@@ -21,6 +21,7 @@ COMMANDS = (
     "plan",
     "generate",
     "chat",
+    "detect-watermark",
     "serve",
     "deploy",
     "eval",

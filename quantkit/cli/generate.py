@@ -20,10 +20,20 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Put the prompt through the tokenizer's chat template.")
 @click.option("-n", default=1, show_default=True, type=click.IntRange(min=1), help="How many answers, with --json.")
 @click.option("--logprobs", type=click.IntRange(0, 20), metavar="N", help="Alternatives of each token, with --json.")
+@click.option("--watermark-key-file", metavar="FILE", help="File with the secret whose watermark the answers get.")
 @sampling_options
 @engine_options
 @json_option
-def command(model: str, prompt: str, chat: bool, n: int, logprobs: int | None, as_json: bool, **options: Any) -> None:
+def command(
+    model: str,
+    prompt: str,
+    chat: bool,
+    n: int,
+    logprobs: int | None,
+    watermark_key_file: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Continue PROMPT with MODEL, quantized or not. Only the new text goes to stdout, as it comes.
 
     \b
@@ -32,14 +42,19 @@ def command(model: str, prompt: str, chat: bool, n: int, logprobs: int | None, a
     quantkit generate org/model "Once" --temperature 0.8 --top-p 0.95 --seed 7 -n 3 --json
     quantkit generate model-w4 "2 + 2 =" --device cuda --stop "." --kv-dtype fp8
     quantkit generate demo "The function returns" --speculative draft=demo-draft,k=4
+    quantkit generate demo "The function returns" --temperature 1 --max-tokens 200 --watermark-key-file secret.txt
     """
     from dataclasses import replace
 
     from quantkit.errors import InputError
+    from quantkit.runtime.core.watermark import Watermark
+    from quantkit.runtime.server.config_file import read_watermark_key
 
     if not as_json and (n > 1 or logprobs is not None):
         raise InputError("-n and --logprobs need --json: the text alone has no room for them")
     params = replace(sampling_params(options), n=n, logprobs=logprobs)
+    if watermark_key_file is not None:
+        params = replace(params, watermark=Watermark(read_watermark_key(watermark_key_file)))
     llm: LLM = load_llm(model, options)
     ids = llm.encode_chat([{"role": "user", "content": prompt}]) if chat else llm.encode(prompt)
     if as_json:

@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
@@ -77,7 +78,7 @@ class Front:
                 await self._forward(self._model_of(request), request, send)
                 return
         except ApiError as error:
-            answer = error.response()
+            answer = error.response(scope)
         await answer(scope, receive, send)
 
     async def _own_answer(self, request: Forwarded) -> Response | None:
@@ -229,8 +230,8 @@ def front_app(settings: ServerSettings, models: tuple[str, ...], backend: Backen
         )
         middleware.insert(0, cors)
 
-    async def unforeseen(_: Any, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.scope)
 
     routes = [Mount("/", Front(settings, models, backend))]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={Exception: unforeseen})

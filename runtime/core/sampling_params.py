@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quantkit.errors import InputError
+from quantkit.runtime.core.watermark import Watermark
 
 MOST_LOGPROBS = 20
 _ALL_TOKENS = 2**31 - 1  # more than any vocabulary has
@@ -79,6 +80,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives beside each chosen token; 0: the chosen one only
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    watermark: Watermark | None = None  # None: the answer gets none
 
     def __post_init__(self) -> None:
         for name, allowed in _WHOLE_NUMBERS.items():
@@ -92,6 +94,8 @@ class SamplingParams:
         self._keep("logit_bias", _checked_bias(self.logit_bias))
         self._keep("stop", _checked_stop(self.stop))
         self._keep("stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids))
+        if self.watermark is not None and not isinstance(self.watermark, Watermark):
+            raise InputError(f"watermark is {self.watermark!r}, but must be a quantkit.Watermark or None")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(
                 f"min_tokens is {self.min_tokens}, but must not exceed max_tokens, which is {self.max_tokens}; "
@@ -114,7 +118,7 @@ class SamplingParams:
     @property
     def shapes_logits(self) -> bool:
         """Whether the logits change before a token is chosen, even a greedy one."""
-        return self.penalized or bool(self.logit_bias) or self.min_tokens > 0
+        return self.penalized or bool(self.logit_bias) or self.min_tokens > 0 or self.watermark is not None
 
     def end_tokens(self, eos: Sequence[int]) -> tuple[int, ...]:
         """The tokens that end an answer, for a model whose own are `eos`."""

@@ -148,7 +148,7 @@ class Runner:
         shaped = any(one.guide is not None or one.params.shapes_logits for one in owners)
         guesses = [before for work in sampling for before in work.guesses_before_rows()] if shaped else None
         proposed = proposed_guesses(plan, sampling, rows.ids) if plan.proposals else None
-        samples = self._sampler(logits, owners, rows.owner_rows, rows.positions, guesses, proposed)
+        samples = self._sampler(logits, owners, rows.owner_rows, rows.positions, guesses, proposed, rows.ids)
         self.device_rows.tokens[rows.owner_rows, 0] = samples.tokens
         verified = rows.ids if any(work.draft for work in sampling) else None
         launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)

@@ -1,4 +1,5 @@
-"""From logits to tokens, on the device: penalties, biases, bans, the draw, and log-probabilities where asked for.
+"""From logits to tokens, on the device: penalties, biases, bans, watermarks, the draw, and log-probabilities
+where asked for.
 
 What a step needs from the host is made anew only when the set of sequences changes. Penalties keep, for every row of
 the device's state, how often each token was answered and whether it stood in the prompt; the tables exist from the
@@ -23,6 +24,7 @@ from quantkit.runtime.core.sequence import Guide, Sequence
 from quantkit.runtime.core.step_result import Samples, joined
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.sampling.rejection import Proposed, verify
+from quantkit.runtime.sampling.watermark import GreenLists
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Sampler:
         self._owners: dict[int, tuple[int, int]] = {}  # device row -> sequence that the tables count, and its stay
         self._counted: dict[int, int] = {}  # device row -> tokens of the answer that the tables count
         self._random = torch.Generator(device).manual_seed(seed)
+        self._green_lists = GreenLists(vocab, device)
 
     @torch.inference_mode()
     def __call__(
@@ -70,17 +73,19 @@ class Sampler:
         positions: Tensor,
         guesses: Guesses | None = None,
         proposed: Proposed | None = None,
+        before: Tensor | None = None,
     ) -> Samples:
         """A token for each row of logits [rows, vocab]; `positions` [rows] are those of the tokens in front,
         `owner_rows` [rows] the device rows of the sequences.
 
         `guesses` stand between what is known of a sequence and each row; `proposed` are the ones that were drawn from
-        a distribution, to be accepted by what they had been worth there.
+        a distribution, to be accepted by what they had been worth there. `before` [rows] are the tokens in front of
+        each row, for watermarks.
         """
         settings = None if all(one.params.greedy for one in sequences) else self._settings_for(sequences)
         most = max((one.params.logprobs for one in sequences if one.params.logprobs is not None), default=None)
         if len(sequences) <= SAMPLED_ROWS:
-            return self._sample(logits, sequences, owner_rows, positions, guesses, proposed, settings, most)
+            return self._sample(logits, sequences, owner_rows, positions, guesses, proposed, before, settings, most)
         found = []
         for start, stop in _parts(sequences):
             rows = slice(start, stop)
@@ -92,6 +97,7 @@ class Sampler:
                     positions[rows],
                     None if guesses is None else guesses[rows],
                     None if proposed is None else proposed.within(start, stop),
+                    None if before is None else before[rows],
                     None if settings is None else settings.of(rows),
                     most,
                 )
@@ -106,13 +112,14 @@ class Sampler:
         positions: Tensor,
         guesses: Guesses | None,
         proposed: Proposed | None,
+        before: Tensor | None,
         settings: Settings | None,
         most: int | None,
     ) -> Samples:
         """`settings` are None where all are greedy; `most` log-probabilities are wanted, if any."""
         logits = raw
         if any(sequence.params.shapes_logits or sequence.guide is not None for sequence in sequences):
-            logits = self._shaped(logits.float().clone(), sequences, guesses or [()] * len(sequences))
+            logits = self._shaped(logits.float().clone(), sequences, guesses or [()] * len(sequences), before)
         if settings is None:
             tokens, _ = self._ops.greedy(logits)
         else:
@@ -131,8 +138,9 @@ class Sampler:
             self._settings_of = key
         return self._settings
 
-    def _shaped(self, logits: Tensor, sequences: Ordered[Sequence], guesses: Guesses) -> Tensor:
-        """Penalties, biases, and no end before the least number of tokens; changes logits [rows, vocab] in place."""
+    def _shaped(self, logits: Tensor, sequences: Ordered[Sequence], guesses: Guesses, before: Tensor | None) -> Tensor:
+        """Penalties, biases, watermarks, and no end before the least number of tokens; changes logits [rows, vocab] in
+        place."""
         penalized = [row for row, sequence in enumerate(sequences) if sequence.params.penalized]
         for first in range(0, len(penalized), _PENALIZED_ROWS):
             self._penalize(logits, penalized[first : first + _PENALIZED_ROWS], sequences, guesses)
@@ -151,6 +159,7 @@ class Sampler:
         if rows:
             at = torch.tensor([rows, tokens]).to(self._device, non_blocking=True)
             logits[at[0], at[1]] += torch.tensor(values).to(self._device, non_blocking=True)
+        self._green_lists.mark(logits, sequences, before)
         for row, sequence in enumerate(sequences):
             if sequence.guide is not None:
                 self._restrict(logits[row], sequence.guide, guesses[row])

@@ -15,11 +15,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.errors import install_error_handlers
-from quantkit.runtime.server.middleware.access import GUARDED, AccessMiddleware
+from quantkit.runtime.server.middleware.access import AccessMiddleware, is_guarded
 from quantkit.runtime.server.middleware.request_log import LogMiddleware
 from quantkit.runtime.server.models.registry import ModelRegistry
 from quantkit.runtime.server.models.served_model import ServedModel, make_served_model
-from quantkit.runtime.server.routes import chat, completions, health, models, tokenize
+from quantkit.runtime.server.routes import chat, completions, health, models, tgi, tokenize
 from quantkit.runtime.server.routes.page import page_router
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.runtime.server.version import package_version
@@ -52,6 +52,8 @@ def create_app_of(each: Sequence[ServedModel]) -> FastAPI:
     install_error_handlers(app)
     for router in (chat.router, completions.router, models.router, tokenize.router, health.router):
         app.include_router(router)
+    if settings.tgi_routes:
+        app.include_router(tgi.router)
     if settings.page:
         app.include_router(page_router(registry))
     _document(app, settings)
@@ -97,9 +99,11 @@ def _truthful(schema: dict[str, Any], settings: ServerSettings) -> dict[str, Any
     for name in ("HTTPValidationError", "ValidationError"):
         parts.pop(name, None)
     for path, operations in schema["paths"].items():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            if not path.startswith(GUARDED):
+        for method, operation in operations.items():
+            tgi_route = "TGI" in operation.get("tags", ())
+            if not tgi_route:
+                operation["responses"].pop("422", None)
+            if not is_guarded({"path": path, "method": method.upper()}, tgi_route):
                 continue
             if settings.api_keys:
                 operation["security"] = [{"key": []}]

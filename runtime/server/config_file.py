@@ -75,6 +75,20 @@ def read_api_keys(path: str | Path) -> tuple[ApiKey, ...]:
     return _parsed_keys(enumerate(text.splitlines(), start=1), where=f"{path}: line ")
 
 
+def read_watermark_key(path: str | Path) -> str:
+    """The secret of a watermark: what a file holds, but for space around it."""
+    file = Path(path)
+    key = _read(file).strip()
+    if file.stat().st_mode & _OTHERS:
+        raise InputError(f"{path}: other users can reach the watermark key in this file; run: chmod 600 {path}")
+    if len(key) < SHORTEST_KEY:
+        raise InputError(
+            f"{path}: the watermark key has {len(key)} characters, but needs {SHORTEST_KEY}; make one with: "
+            f"openssl rand -hex 32 > {path}"
+        )
+    return key
+
+
 def parse_api_keys(text: str) -> tuple[ApiKey, ...]:
     """The keys of the environment variable, separated by commas or new lines."""
     return _parsed_keys(enumerate(re.split(r"[,\n]", text), start=1), where=f"{KEYS_VARIABLE}: entry ")

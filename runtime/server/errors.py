@@ -1,6 +1,7 @@
 """Everything that can go wrong with a request, in the shape that OpenAI's clients understand.
 
     {"error": {"message": ..., "type": ..., "param": the field at fault or null, "code": a word or null}}
+    {"error": message, "error_type": a word}        on TGI's routes, as its clients understand it
 
 A handler raises `ApiError`, or lets an error of quantkit through; `as_api_error` says what a client gets for it.
 """
@@ -17,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.server.engine_process.pending import EngineDied
@@ -29,6 +31,18 @@ _KINDS = ("str", "int", "float", "bool", "text", "json_object", "system", "devel
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
           404: "invalid_request_error", 405: "invalid_request_error", 408: "timeout_error",
           413: "invalid_request_error", 429: "rate_limit_error", 503: "server_error", 504: "timeout_error"}  # fmt: skip
+
+
+_TGI_ROUTES = ("/generate", "/generate_stream", "/info")
+_TGI_STATUS = {400: 422}  # what is wrong with a request
+_TGI_TYPES = {400: "validation", 401: "authentication", 404: "not_found", 413: "validation", 429: "overloaded",
+              500: "generation", 503: "healthcheck"}  # fmt: skip
+
+
+def is_tgi(scope: Scope) -> bool:
+    """Whether a request is for one of TGI's routes. GET / is the page."""
+    path, method = scope["path"], scope["method"]
+    return path in _TGI_ROUTES or (path == "/" and method == "POST")
 
 
 class ErrorDetail(BaseModel):
@@ -44,6 +58,13 @@ class ErrorBody(BaseModel):
     """The body of every answer that is no success."""
 
     error: ErrorDetail
+
+
+class TgiError(BaseModel):
+    """The same on TGI's routes."""
+
+    error: str
+    error_type: str
 
 
 class ApiError(Exception):
@@ -69,8 +90,15 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    def body_for(self, scope: Scope) -> dict[str, Any]:
+        """In the shape that the clients of this route understand."""
+        if not is_tgi(scope):
+            return self.body
+        return {"error": str(self), "error_type": _TGI_TYPES.get(self.status, "incomplete_generation")}
+
+    def response(self, scope: Scope) -> JSONResponse:
+        status = _TGI_STATUS.get(self.status, self.status) if is_tgi(scope) else self.status
+        return JSONResponse(self.body_for(scope), status, headers=self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -126,12 +154,12 @@ def invalid_request(error: RequestValidationError) -> ApiError:
 def install_error_handlers(app: FastAPI) -> None:
     """Gives every error of this application the shape above."""
 
-    async def own(_: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+    async def own(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response(request.scope)
 
-    async def validation(_: Request, error: Exception) -> JSONResponse:
+    async def validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return invalid_request(error).response()
+        return invalid_request(error).response(request.scope)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -139,7 +167,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404 and message == "Not Found":
             message = f"no such route: {request.method} {request.url.path}"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope)
 
     app.add_exception_handler(ApiError, own)
     app.add_exception_handler(QuantkitError, own)
@@ -149,9 +177,11 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def documented(*statuses: int, tgi: bool = False) -> dict[int | str, dict[str, Any]]:
     """`responses=` of a route that may give these."""
     words = {400: "A field is wrong", 401: "The API key is missing or wrong", 404: "No such model",
-             408: "The body came too slowly", 413: "The body is too large", 429: "Too many requests; see Retry-After",
+             408: "The body came too slowly", 413: "The body is too large", 422: "A field is wrong",
+             429: "Too many requests; see Retry-After",
              500: "The server failed", 503: "The engine is not ready", 504: "The time limit was reached"}  # fmt: skip
-    return {status: {"model": ErrorBody, "description": words[status]} for status in statuses}
+    body = TgiError if tgi else ErrorBody
+    return {status: {"model": body, "description": words[status]} for status in statuses}

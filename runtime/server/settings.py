@@ -24,6 +24,7 @@ from quantkit.runtime.server.config_file import (
     parse_api_keys,
     read_api_keys,
     read_config,
+    read_watermark_key,
 )
 from quantkit.runtime.server.hosts import is_loopback
 
@@ -46,6 +47,7 @@ ENGINE_OPTIONS = (
     "micro_batches",
     "speculative",
 )
+_SECRETS = {"api_keys": "api_keys_file", "watermark_key": "watermark_key_file"}  # and what names a file of them
 _ORIGIN = re.compile(r"https?://[^/\s]+|\*")
 _AMOUNT = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _MUST_BE = {  # by pydantic's kind of error
@@ -108,6 +110,10 @@ class ServerSettings(BaseModel):
     shadow: str | None = Field(None, min_length=1, description="A second model that answers a sample, to compare.")
     shadow_rate: float = Field(0.05, gt=0, le=1, description="Share of requests that the shadow answers too.")
     page: bool = Field(True, description="Serve the web page at /.")
+    tgi_routes: bool = Field(False, description="Answer /generate, /generate_stream, /info and POST / as TGI does.")
+    watermark_key_file: str | None = Field(
+        None, description="File with the secret of watermarks; without it requests for one are refused."
+    )
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = Field(
         "auto", description="How the model writes tool calls; auto: from its chat template."
     )
@@ -148,6 +154,7 @@ class ServerSettings(BaseModel):
         True, description="Compile kernels and capture graphs for every load before the first request."
     )
     api_keys: tuple[ApiKey, ...] = Field((), repr=False, exclude=True, description="Read from file or environment.")
+    watermark_key: str | None = Field(None, repr=False, exclude=True, description="Read from the file.")
 
     @field_validator("device")
     @classmethod
@@ -182,6 +189,8 @@ class ServerSettings(BaseModel):
             raise InputError("tls_certfile and tls_keyfile belong together; give both or none")
         if self.api_keys_file is not None and not self.api_keys:
             object.__setattr__(self, "api_keys", read_api_keys(self.api_keys_file))
+        if self.watermark_key_file is not None and self.watermark_key is None:
+            object.__setattr__(self, "watermark_key", read_watermark_key(self.watermark_key_file))
         return self
 
     @property
@@ -224,7 +233,7 @@ class ServerSettings(BaseModel):
         return matching_key(given, self.api_keys)
 
 
-FLAGS = tuple(name for name in ServerSettings.model_fields if name not in ("model", "api_keys"))
+FLAGS = tuple(name for name in ServerSettings.model_fields if name not in ("model", *_SECRETS))
 
 
 def load_settings(
@@ -243,8 +252,9 @@ def merge_settings(
     """As `load_settings`, with a file that was read before; `config` is what errors call it."""
     environment = os.environ if environment is None else environment
     given = {name: value for name, value in flags.items() if value is not None}
-    if "api_keys" in from_file:
-        raise InputError(f"{config}: 'api_keys' cannot stand in this file; name a file of keys with 'api_keys_file'")
+    for secret, file in _SECRETS.items():
+        if secret in from_file:
+            raise InputError(f"{config}: '{secret}' cannot stand in this file; name a file with '{file}'")
     merged = dict(from_file) | given
     if environment.get(KEYS_VARIABLE) and "api_keys_file" not in given:
         merged |= {"api_keys": parse_api_keys(environment[KEYS_VARIABLE]), "api_keys_file": None}

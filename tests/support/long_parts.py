@@ -31,6 +31,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/eval/test_serve_bench.py": 8,
     "tests/eval/test_tasks.py": 56,
     "tests/eval/test_tasks_input.py": 27,
+    "tests/eval/test_watermark.py": 400,
     "tests/kernels/test_attention_decode.py": 5,
     "tests/kernels/test_attention_prefill.py": 60,
     "tests/kernels/test_compile_matrix.py": 5,

@@ -32,6 +32,7 @@ from quantkit.runtime.core import framing
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.token_output import TokenOutput
+from quantkit.runtime.core.watermark import Watermark
 from quantkit.runtime.device.kernel_basis import kernel_basis
 from quantkit.runtime.device.peers import Alone
 from quantkit.runtime.engine.engine import Engine, Request
@@ -125,8 +126,7 @@ class EngineLoop:
 
     def _admit(self, wanted: dict[str, Any], guides: list[Any]) -> None:
         try:
-            given = wanted["params"] | {"logit_bias": dict(wanted["params"]["logit_bias"])}
-            params = SamplingParams(**given)
+            params = _sampling_params(wanted["params"])
             request = self._engine.add(wanted["prompt"], params, priority=wanted["priority"], guides=guides)
         except QuantkitError as error:
             self._outbox.put({"refused": wanted["id"], "why": str(error)})
@@ -236,6 +236,13 @@ class EngineLoop:
             "saved_seconds": speculation.saved_seconds,
         }
         self._outbox.put({"stats": stats})
+
+
+def _sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """As the server has sent them."""
+    mark = given["watermark"]
+    rest = {"logit_bias": dict(given["logit_bias"]), "watermark": None if mark is None else Watermark(**mark)}
+    return SamplingParams(**given | rest)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.errors import ApiError, is_tgi
 from quantkit.runtime.server.hosts import host_name, is_loopback
 from quantkit.runtime.server.logs import note
 
@@ -29,6 +29,11 @@ GUARDED = ("/v1/", "/tokenize", "/detokenize")  # the rest says nothing about pr
 MOST_CALLERS = 10_000  # whose recent requests are remembered
 BODY_SECONDS = 60.0  # for a body to arrive
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
+
+
+def is_guarded(scope: Scope, tgi_routes: bool) -> bool:
+    """Whether a request must show a key, counts for a limit, and may have a body."""
+    return scope["path"].startswith(GUARDED) or (tgi_routes and is_tgi(scope))
 
 
 class RateLimit:
@@ -60,14 +65,14 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        guarded = scope["path"].startswith(GUARDED) and scope["method"] != "OPTIONS"
+        guarded = is_guarded(scope, self._settings.tgi_routes) and scope["method"] != "OPTIONS"
         try:
             self._check_host(scope)
             if guarded:
                 self._check_caller(scope)
             replay = await self._body(scope, receive) if guarded else receive
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         await self._app(scope, replay, send)
 

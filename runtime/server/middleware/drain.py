@@ -22,7 +22,7 @@ class DrainGate:
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _WATCHED or scope["path"].startswith("/page/"):
+        if scope["type"] != "http" or _watches(scope):
             await self._app(scope, receive, send)
         elif self.draining:
             await self._refuse(scope, receive, send)
@@ -40,4 +40,10 @@ class DrainGate:
             models.request_refused(503)
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
         error = ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
-        await error.response()(scope, receive, send)
+        await error.response(scope)(scope, receive, send)
+
+
+def _watches(scope: Scope) -> bool:
+    """POST / is a request of TGI's clients."""
+    path = scope["path"]
+    return path.startswith("/page/") or (path in _WATCHED and scope["method"] != "POST")

@@ -31,6 +31,8 @@ class Piece:
     text: str
     tokens: tuple[Scored, ...] = ()  # empty where nobody asked for log-probabilities
     finished: str | None = None
+    end_token: Scored | None = None  # which is no part of the text
+    stop_text: bool = False  # whether it ends at a stop string
 
 
 @dataclass
@@ -55,6 +57,7 @@ class AnswerStream:
     arrived: float
     number: int = 0  # of the prompt, among those of the request
     no_text: bool = False
+    one_by_one: bool = False  # a piece for each token, even where several are there
     first_token_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +94,8 @@ class AnswerStream:
         try:
             async for output in self.pending:
                 pieces = [self._take(one) for one in (output, *self.pending.ready())]
-                for piece in _joined([piece for piece in pieces if piece is not None]):
+                new = [piece for piece in pieces if piece is not None]
+                for piece in new if self.one_by_one else _joined(new):
                     yield piece
                 if self._processor.finished:
                     return
@@ -111,17 +115,14 @@ class AnswerStream:
         if found.token is not None:
             answer.tokens.append(found.token)
         answer.finished = found.finished is not None
-        text, scored = ("", ()) if self.no_text else (found.text, self._scored(found))
-        if not text and not scored and not answer.finished:
+        text, scored = ("", None) if self.no_text else (found.text, _scored(found))
+        if not text and scored is None and not answer.finished:
             return None
         reason = "length" if self.no_text and answer.finished else found.finished
-        return Piece(self.number, found.index, text, scored, reason)
-
-    def _scored(self, output: TextOutput) -> tuple[Scored, ...]:
-        """Nothing for an end token, which is no part of the text."""
-        if output.token is None or output.logprob is None or output.token in self._processor.end_tokens:
-            return ()
-        return (Scored(output.token, output.logprob, output.top or ()),)
+        ends = scored is not None and scored.id in self._processor.end_tokens
+        tokens = () if scored is None or ends else (scored,)
+        end_token = scored if ends else None
+        return Piece(self.number, found.index, text, tokens, reason, end_token, isinstance(found.stop_reason, str))
 
     def _observe(self, answer: _Answer) -> None:
         now = time.monotonic()
@@ -133,6 +134,13 @@ class AnswerStream:
         else:
             self.metrics.token_gap(now - answer.newest)
         answer.newest = now
+
+
+def _scored(output: TextOutput) -> Scored | None:
+    """The token, where log-probabilities were asked for."""
+    if output.token is None or output.logprob is None:
+        return None
+    return Scored(output.token, output.logprob, output.top or ())
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:

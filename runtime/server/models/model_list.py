@@ -73,6 +73,8 @@ def _each(
 
 
 def _checked(found: tuple[ServerSettings, ...], *, several: bool) -> tuple[ServerSettings, ...]:
+    if several and found[0].tgi_routes:
+        raise InputError("tgi_routes have no field that names a model, and there are several; leave them out")
     split = found[0].cache_split
     if split is None:
         return found

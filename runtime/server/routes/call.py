@@ -66,6 +66,7 @@ class Call:
         priority: int = 0,
         guide: GuideSpec | None = None,
         no_text: bool = False,
+        one_by_one: bool = False,
     ) -> None:
         info, tokenizer = self.model.info, self.model.prompts.tokenizer
         for number, prompt in enumerate(prompts):
@@ -73,8 +74,9 @@ class Call:
                 raise _too_long(len(prompt), info.max_context)
             pending = self.model.client.submit(prompt, params, priority=priority, guide=guide)
             source = AnswerStream(
-                pending, prompt, params, tokenizer, info.eos, self.model.metrics, self.arrived, number, no_text
-            )
+                pending, prompt, params, tokenizer, info.eos, self.model.metrics, self.arrived, number, no_text,
+                one_by_one,
+            )  # fmt: skip
             self.sources.append(source)
         self.model.metrics.request_started()
         note_accepted(self._request.scope)

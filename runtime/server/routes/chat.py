@@ -29,7 +29,7 @@ router = APIRouter(tags=["OpenAI"])
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""
     model, name = find_model(request, body.model)
-    params = chat_params(body)
+    params = chat_params(body, model.settings.watermark_key)
     note(request.scope, stream=bool(body.stream))
     call = Call(model, request, "chatcmpl", name, params.n)
     try:

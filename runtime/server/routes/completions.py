@@ -16,7 +16,7 @@ from quantkit.runtime.server.models.registry import find_model
 from quantkit.runtime.server.models.served_model import ServedModel
 from quantkit.runtime.server.routes.call import Call
 from quantkit.runtime.server.routes.event_stream import Chunks, start_stream
-from quantkit.runtime.server.schemas.logprobs import Scored, completion_logprobs
+from quantkit.runtime.server.schemas.logprobs import Scored, completion_logprobs, likeliest
 from quantkit.runtime.server.schemas.requests import CompletionRequest
 from quantkit.runtime.server.schemas.responses import Completion, answer_or_stream
 from quantkit.runtime.server.schemas.sampling import completion_params, guide_of
@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continues a text, or several."""
     model, name = find_model(request, body.model)
-    params = completion_params(body)
+    params = completion_params(body, model.settings.watermark_key)
     given = _prompts(body.prompt)
     note(request.scope, stream=bool(body.stream))
     call = Call(model, request, "cmpl", name, len(given) * params.n)
@@ -43,7 +43,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
             note(request.scope, prompt="\n".join([await model.prompts.decode(ids) for ids in prompts]))
         call.submit(prompts, params, priority=body.priority or 0, guide=guide, no_text=body.max_tokens == 0)
         echoed = [await _echo(model, prompt, ids) for prompt, ids in zip(given, prompts, strict=True)]
-        writer = _Writer(call, body, echoed if body.echo else [""] * len(given))
+        writer = _Writer(call, body, params.n, echoed if body.echo else [""] * len(given))
         if body.stream:
             return await start_stream(call, writer.chunks())
         await call.watched(writer.gather())
@@ -71,7 +71,8 @@ async def _echo(model: ServedModel, prompt: str | list[int], ids: list[int]) -> 
 class _Writer:
     """Pieces in, OpenAI's objects out."""
 
-    def __init__(self, call: Call, body: CompletionRequest, echoed: Sequence[str]) -> None:
+    def __init__(self, call: Call, body: CompletionRequest, drawn: int, echoed: Sequence[str]) -> None:
+        """`drawn` answers come for each prompt, at least as many as are wanted."""
         self._call = call
         self._body = body
         self._echoed = echoed
@@ -83,9 +84,10 @@ class _Writer:
             "system_fingerprint": call.model.fingerprint,
         }
         # Of every prompt and each of its answers.
-        self._texts = [[echo] * body.answers for echo in echoed]
+        self._texts = [[echo] * drawn for echo in echoed]
         self._tokens: list[list[list[Scored]]] = [[[] for _ in row] for row in self._texts]
         self._reasons: list[list[str | None]] = [[None for _ in row] for row in self._texts]
+        self._ends: list[list[Scored | None]] = [[None for _ in row] for row in self._texts]
 
     async def gather(self) -> None:
         """All pieces, until the answers have ended."""
@@ -96,14 +98,23 @@ class _Writer:
                 tokens[piece.prompt][piece.index] += piece.tokens
                 if piece.finished:
                     reasons[piece.prompt][piece.index] = self._call.finish_reason = piece.finished
+                    self._ends[piece.prompt][piece.index] = piece.end_token
 
     def whole(self) -> dict[str, Any]:
         """The object of what was gathered."""
         choices: list[dict[str, Any]] = []
-        for source, *row in zip(self._call.sources, self._texts, self._tokens, self._reasons, strict=True):
-            for text, scored, reason in zip(*row, strict=True):
+        for number, source in enumerate(self._call.sources):
+            for index in self._best(number):
+                text, scored, reason = (one[number][index] for one in (self._texts, self._tokens, self._reasons))
                 choices.append(self._choice(len(choices), text, self._whole_logprobs(source, scored), reason))
         return self._head | {"choices": choices, "usage": self._call.usage}
+
+    def _best(self, number: int) -> Sequence[int]:
+        """The answers to a prompt that are given: all, or the likeliest of those that were drawn."""
+        if len(self._texts[number]) == self._body.answers:
+            return range(self._body.answers)
+        ended = zip(self._tokens[number], self._ends[number], strict=True)
+        return likeliest([[*tokens, end] if end else tokens for tokens, end in ended])[: self._body.answers]
 
     async def chunks(self) -> Chunks:
         head = self._head | ({"usage": None} if self._body.wants_usage else {})

@@ -1,4 +1,4 @@
-"""Server-sent events in OpenAI's way: `data: {...}` for each chunk, `data: [DONE]` at the end.
+"""Server-sent events in OpenAI's way: `data: {...}` for each chunk, `data: [DONE]` at the end (not in TGI's way).
 
 The status of the answer is decided when the first chunk is there, so that what goes wrong before it gets a proper one.
 Later, an error becomes an event in the shape of an error, and the stream ends without [DONE]. A client that does not
@@ -31,15 +31,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, first: dict[str, Any], rest: Chunks) -> None:
+    def __init__(self, call: Call, first: dict[str, Any], rest: Chunks, last: bytes) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._call = call
         self._first = first
         self._rest = rest
+        self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
+        sending = asyncio.ensure_future(self._send_all(scope, send))
         left = asyncio.ensure_future(client_left(receive))
         error: BaseException | None = ClientLeft()
         try:
@@ -51,7 +52,7 @@ class EventStream(Response):
             await self._rest.aclose()
             self._call.close(error)
 
-    async def _send_all(self, send: Send) -> Exception | None:
+    async def _send_all(self, scope: Scope, send: Send) -> Exception | None:
         """Gives back what went wrong, after telling the client."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         failure: Exception | None = None
@@ -60,14 +61,13 @@ class EventStream(Response):
                 await _send_part(send, event(self._first))
                 async for chunk in self._rest:
                     await _send_part(send, event(chunk))
-            await _send_part(send, _DONE)
-            await _send_part(send, b"", more=False)
+            await _send_part(send, self._last, more=False)
         except (OSError, ClientStalled) as error:
             return error  # the connection broke, or nobody reads it; there is nobody to tell
         except Exception as error:
             failure = error
             with contextlib.suppress(ClientStalled):
-                await _send_part(send, event(as_api_error(error).body))
+                await _send_part(send, event(as_api_error(error).body_for(scope)))
                 await _send_part(send, b"", more=False)
         return failure
 
@@ -94,7 +94,7 @@ async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
         raise  # the request's own limit
 
 
-async def start_stream(call: Call, chunks: Chunks) -> EventStream:
-    """Waits for the first chunk; raises what goes wrong before it."""
+async def start_stream(call: Call, chunks: Chunks, last: bytes = _DONE) -> EventStream:
+    """Waits for the first chunk; raises what goes wrong before it. `last` ends a stream in which nothing went wrong."""
     first = await call.watched(chunks.__anext__())
-    return EventStream(call, first, chunks)
+    return EventStream(call, first, chunks, last)

@@ -76,7 +76,7 @@ def chat_logprobs(tokens: Sequence[Scored], texts: TokenTexts) -> dict[str, Any]
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         spelled = list(texts.spelling(token_id))
-        return {"token": texts.text(token_id), "logprob": _finite(logprob), "bytes": spelled}
+        return {"token": texts.text(token_id), "logprob": finite(logprob), "bytes": spelled}
 
     content = [
         entry(token.id, token.logprob) | {"top_logprobs": [entry(*pair) for pair in token.top]}
@@ -91,11 +91,22 @@ def completion_logprobs(tokens: Sequence[Scored], texts: TokenTexts, offset: int
     for token in tokens:
         text = texts.text(token.id)
         found["tokens"].append(text)
-        found["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
+        found["token_logprobs"].append(None if token.logprob is None else finite(token.logprob))
         found["top_logprobs"].append(_alternatives(token, texts))
         found["text_offset"].append(offset)
         offset += len(text)
     return found
+
+
+def likeliest(answers: Sequence[Sequence[Scored]]) -> list[int]:
+    """The numbers of answers, those with the highest log-probability per token first: what OpenAI's and TGI's best_of
+    means."""
+
+    def mean(number: int) -> float:
+        tokens = answers[number]
+        return sum(finite(token.logprob) for token in tokens) / len(tokens) if tokens else LEAST
+
+    return sorted(range(len(answers)), key=mean, reverse=True)
 
 
 def _alternatives(token: Scored, texts: TokenTexts) -> dict[str, float] | None:
@@ -104,9 +115,9 @@ def _alternatives(token: Scored, texts: TokenTexts) -> dict[str, float] | None:
         return None
     found: dict[str, float] = {}
     for token_id, value in [*token.top, (token.id, token.logprob)]:
-        found.setdefault(texts.text(token_id), _finite(value))
+        found.setdefault(texts.text(token_id), finite(value))
     return found
 
 
-def _finite(logprob: float | None) -> float:
+def finite(logprob: float | None) -> float:
     return LEAST if logprob is None else max(logprob, LEAST)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quantkit.runtime.core.sampling_params import MOST_LOGPROBS
+from quantkit.runtime.core.watermark import MOST_DELTA
 from quantkit.runtime.server.schemas.messages import Message, Tool, ToolChoice
 
 MOST_ANSWERS = 128
@@ -73,6 +74,13 @@ class StreamOptions(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+class WatermarkFields(Strict):
+    """How strong a watermark is."""
+
+    gamma: float | None = Field(None, ge=0.01, le=0.99, description="Share of green tokens; 0.25 if left out.")
+    delta: float | None = Field(None, gt=0, le=MOST_DELTA, description="Added to their logits; 2 if left out.")
+
+
 class SharedFields(Strict):
     """What chat and plain completions have in common."""
 
@@ -103,6 +111,16 @@ class SharedFields(Strict):
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
+    watermark: bool | WatermarkFields | None = Field(None, description="Needs a server with watermark_key_file.")
+    best_of: int | None = Field(None, ge=1, le=MOST_ANSWERS, description="Draw so many, give the likeliest n.")
+    use_beam_search: bool | None = Field(None, description="Not supported: only null or false.")
+
+    @field_validator("use_beam_search")
+    @classmethod
+    def _no_beams(cls, wanted: bool | None) -> bool | None:
+        if wanted:
+            raise ValueError("not supported: answers are drawn one by one; best_of gives the likeliest of several")
+        return wanted
 
     @property
     def answers(self) -> int:
@@ -140,7 +158,6 @@ class CompletionRequest(SharedFields):
     max_tokens: int | None = Field(None, ge=0, le=_LARGEST, description="16 if left out.")
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=MOST_ANSWERS, description="Must equal n.")
     suffix: str | None = Field(None, max_length=0, description="Not supported: only null or an empty text.")
 
     @field_validator("suffix", mode="before")

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.errors import InputError
 from quantkit.runtime.core.sampling_params import SamplingParams
+from quantkit.runtime.core.watermark import DELTA, GAMMA, Watermark
 from quantkit.runtime.sampling.structured_output import GuideSpec, check_guide
 from quantkit.runtime.server.errors import ApiError
 from quantkit.runtime.server.schemas.requests import (
@@ -15,6 +16,7 @@ from quantkit.runtime.server.schemas.requests import (
     JsonObjectFormat,
     JsonSchemaFormat,
     SharedFields,
+    WatermarkFields,
 )
 
 COMPLETION_TOKENS = 16  # OpenAI's default for plain completions
@@ -23,35 +25,58 @@ _SAME_NAME = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"
               "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens")  # fmt: skip
 
 
-def chat_params(request: ChatRequest) -> SamplingParams:
+def chat_params(request: ChatRequest, watermark_key: str | None = None) -> SamplingParams:
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+    if request.best_of not in (None, request.answers):
+        raise ApiError(400, "best_of must equal n in a chat; /v1/completions ranks answers", param="best_of")
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, max_tokens=most, logprobs=logprobs)
+    return _params(request, watermark_key, max_tokens=most, logprobs=logprobs)
 
 
-def completion_params(request: CompletionRequest) -> SamplingParams:
-    """A request for no token at all asks for one, which is thrown away: the prompt is scored on the way to it."""
-    if request.best_of not in (None, request.answers):
-        raise ApiError(400, "best_of must equal n: this server does not rank answers", param="best_of")
+def completion_params(request: CompletionRequest, watermark_key: str | None = None) -> SamplingParams:
+    """A request for no token at all asks for one, which is thrown away: the prompt is scored on the way to it. `n` is
+    how many answers are drawn: `best_of`, where it is more than those wanted."""
+    drawn = request.best_of or request.answers
+    if drawn < request.answers:
+        raise ApiError(400, f"best_of is {drawn}, but must be at least n, which is {request.answers}", param="best_of")
+    if drawn > request.answers and request.stream:
+        raise ApiError(400, "best_of above n cannot be streamed: all answers must end first", param="best_of")
     if request.echo and request.stream and request.logprobs is not None:
         raise ApiError(400, "logprobs of an echoed prompt cannot be streamed; leave stream out", param="echo")
     most = COMPLETION_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     scored = request.logprobs if request.echo else None
-    return _params(request, max_tokens=most, logprobs=request.logprobs, prompt_logprobs=scored)
+    logprobs = (request.logprobs or 0) if drawn > request.answers else request.logprobs
+    found = _params(
+        request, watermark_key, n=drawn, max_tokens=most, logprobs=logprobs, prompt_logprobs=scored
+    )  # fmt: skip
+    if drawn > request.answers and found.greedy:
+        raise ApiError(400, "best_of above n needs a temperature above 0: greedy answers are alike", param="best_of")
+    return found
 
 
-def _params(request: SharedFields, **others: Any) -> SamplingParams:
+def watermark_of(asked: bool | WatermarkFields | None, key: str | None) -> Watermark | None:
+    """The watermark that a request asks for, with the key of this server."""
+    if not asked:
+        return None
+    if key is None:
+        message = "watermark: this server has no key for it; its operator sets watermark_key_file"
+        raise ApiError(400, message, param="watermark", code="invalid_value")
+    if asked is True:
+        return Watermark(key)
+    return Watermark(key, GAMMA if asked.gamma is None else asked.gamma, DELTA if asked.delta is None else asked.delta)
+
+
+def _params(request: SharedFields, watermark_key: str | None, **others: Any) -> SamplingParams:
     temperature = 1.0 if request.temperature is None else request.temperature
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     return SamplingParams(
-        n=request.answers,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        watermark=watermark_of(request.watermark, watermark_key),
         logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
         include_stop=bool(request.include_stop_str_in_output),
-        **given,
-        **others,
+        **{"n": request.answers} | given | others,
     )
 
 
