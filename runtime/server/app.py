@@ -5,6 +5,7 @@ CORS -> LogMiddleware -> AccessMiddleware -> route -> Call -> engine
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.errors import install_error_handlers
+from quantkit.runtime.server.gpu_metrics import GpuWatch
 from quantkit.runtime.server.middleware.access import GUARDED, AccessMiddleware
 from quantkit.runtime.server.middleware.request_log import LogMiddleware
 from quantkit.runtime.server.models.registry import ModelRegistry
@@ -43,9 +45,9 @@ def create_app(
     return create_app_of([make_served_model(settings, client, tokenizer, shadow)])
 
 
-def create_app_of(each: Sequence[ServedModel]) -> FastAPI:
+def create_app_of(each: Sequence[ServedModel], *, gpus: GpuWatch | None = None) -> FastAPI:
     """An application for several models, whose settings agree on everything but the models."""
-    settings, registry = each[0].settings, ModelRegistry(each)
+    settings, registry = each[0].settings, ModelRegistry(each, gpus or _watch_gpus(each))
     app = FastAPI(title="quantkit", version=package_version(), docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.models = registry
     _add_middleware(app, settings, registry)
@@ -58,10 +60,20 @@ def create_app_of(each: Sequence[ServedModel]) -> FastAPI:
     return app
 
 
+def _watch_gpus(each: Sequence[ServedModel]) -> GpuWatch:
+    """Those that the engines see; none where all of them compute on a CPU."""
+    if any(model.info.device.startswith("cuda") for model in each):
+        return GpuWatch(visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return GpuWatch(lambda: None)
+
+
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    models: ModelRegistry = app.state.models
+    models.gpus.start()
     yield
-    for model in app.state.models.each:
+    models.gpus.close()
+    for model in models.each:
         model.prompts.close()
 
 

@@ -23,7 +23,8 @@ ROOMS = {
     "tasks": ("eval/tasks/",),
 }
 WITH_TORCH = {"triton"}  # comes with every torch for CUDA; without it there is nothing to compile for
-UNSEEN = {"accelerate", "httptools", "uvloop"}  # imported by lm-eval's own models, and by uvicorn where they are
+# Imported by lm-eval's own models, by uvicorn where they are, and by a server that does without.
+UNSEEN = {"accelerate", "httptools", "pynvml", "uvloop"}
 # Other projects' packages, run in environments of their own beside ours.
 PEERS = {"auto_round", "bitsandbytes", "compressed_tensors", "gptqmodel", "llmcompressor", "vllm"}
 PEER_FOLDERS = ("eval/peers/", "eval/interop/", "eval/kernels/peers.py", "tests/interop/", "tests/golden/")
