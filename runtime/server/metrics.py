@@ -46,11 +46,12 @@ class ServerMetrics:
         model_name: str | None = None,
         restarts: Callable[[], int] = lambda: 0,
         shadow: Callable[[], dict[str, Any] | None] = lambda: None,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """`model_name` is the label of every metric (default: the model), `shadow` gives named numbers, if any."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every one, which nobody reads
         self._model = info.model if model_name is None else model_name
-        self._engine = EngineCollector(client_stats, info, self._model, restarts, shadow)
+        self._engine = EngineCollector(client_stats, info, self._model, restarts, shadow, ready)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._engine)
         self._make_instruments()
