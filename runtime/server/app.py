@@ -5,6 +5,7 @@ CORS -> LogMiddleware -> AccessMiddleware -> route -> Call -> engine
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from quantkit.runtime.server.models.served_model import ServedModel, make_served
 from quantkit.runtime.server.routes import chat, completions, health, models, tokenize
 from quantkit.runtime.server.routes.page import page_router
 from quantkit.runtime.server.settings import ServerSettings
+from quantkit.runtime.server.tracing import RequestTraces, open_traces
 from quantkit.runtime.server.version import package_version
 
 if TYPE_CHECKING:
@@ -45,9 +47,14 @@ def create_app(
     return create_app_of([make_served_model(settings, client, tokenizer, shadow)])
 
 
-def create_app_of(each: Sequence[ServedModel], *, gpus: GpuWatch | None = None) -> FastAPI:
+def create_app_of(
+    each: Sequence[ServedModel], *, gpus: GpuWatch | None = None, traces: RequestTraces | None = None
+) -> FastAPI:
     """An application for several models, whose settings agree on everything but the models."""
-    settings, registry = each[0].settings, ModelRegistry(each, gpus or _watch_gpus(each))
+    settings = each[0].settings
+    if traces is None and settings.otlp_endpoint is not None:
+        traces = open_traces(settings.otlp_endpoint)
+    registry = ModelRegistry(each, gpus or _watch_gpus(each), traces)
     app = FastAPI(title="quantkit", version=package_version(), docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.models = registry
     _add_middleware(app, settings, registry)
@@ -75,6 +82,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     models.gpus.close()
     for model in models.each:
         model.prompts.close()
+    if models.traces is not None:
+        await asyncio.to_thread(models.traces.close)
 
 
 def _add_middleware(app: FastAPI, settings: ServerSettings, registry: ModelRegistry) -> None:

@@ -12,13 +12,14 @@ from quantkit.runtime.server.gpu_metrics import GpuWatch
 from quantkit.runtime.server.logs import note_model
 from quantkit.runtime.server.metrics import render_together
 from quantkit.runtime.server.models.served_model import ServedModel
+from quantkit.runtime.server.tracing import RequestTraces
 
 
 class ModelRegistry:
-    def __init__(self, each: Sequence[ServedModel], gpus: GpuWatch) -> None:
-        """Their names must differ. `gpus` are those of all of them."""
+    def __init__(self, each: Sequence[ServedModel], gpus: GpuWatch, traces: RequestTraces | None = None) -> None:
+        """Their names must differ. `gpus` are those of all of them, `traces` where their requests are told of."""
         self.each = tuple(each)
-        self.gpus = gpus
+        self.gpus, self.traces = gpus, traces
         self._by_name = {name: model for model in each for name in model.names}
 
     def find(self, name: str | None) -> tuple[ServedModel, str]:

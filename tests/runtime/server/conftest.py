@@ -34,6 +34,7 @@ from quantkit.runtime.server.engine_process.client import EngineClient, EngineSt
 from quantkit.runtime.server.gpu_metrics import GpuWatch
 from quantkit.runtime.server.models.served_model import make_served_model
 from quantkit.runtime.server.settings import ServerSettings
+from quantkit.runtime.server.tracing import RequestTraces
 from quantkit.sources import model_folder
 
 SMALL: dict[str, Any] = {"model": "demo-draft", "served_model_name": ["demo"], "device": "cpu"}
@@ -117,11 +118,13 @@ class _Thread:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
 
-    async def start(self, *each: ServerSettings, gpus: FakeNvml | None = None) -> LiveServer:
+    async def start(
+        self, *each: ServerSettings, gpus: FakeNvml | None = None, traces: RequestTraces | None = None
+    ) -> LiveServer:
         engines = [await self._engine(settings) for settings in each]
         pairs = zip(each, engines, strict=True)
         served = [make_served_model(settings, engine, self._tokenizer) for settings, engine in pairs]
-        app = create_app_of(served, gpus=None if gpus is None else GpuWatch(lambda: gpus))
+        app = create_app_of(served, gpus=None if gpus is None else GpuWatch(lambda: gpus), traces=traces)
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=3
         )
@@ -158,14 +161,19 @@ def start_server() -> Iterator[Callable[..., LiveServer]]:
     larger; fields of `ServerSettings` as keywords.
 
     `also`, of the same kind, is a second model of that server, which must have the same tokenizer; `gpus` are those
-    whose numbers it shows.
+    whose numbers it shows, `traces` is told of its requests.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # engine processes inherit it; tests share the machine
     thread = _Thread()
 
-    def start(also: dict[str, Any] | None = None, gpus: FakeNvml | None = None, **settings: Any) -> Any:
+    def start(
+        also: dict[str, Any] | None = None,
+        gpus: FakeNvml | None = None,
+        traces: RequestTraces | None = None,
+        **settings: Any,
+    ) -> Any:
         each = [settings] if also is None else [settings, also]
-        return thread.run(thread.start(*(ServerSettings(**SMALL | one) for one in each), gpus=gpus))
+        return thread.run(thread.start(*(ServerSettings(**SMALL | one) for one in each), gpus=gpus, traces=traces))
 
     yield start
     thread.close()
