@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "gguf": ("gguf",),
     "calibration": ("datasets",),
     "ray": ("ray", "grpc"),
+    "traces": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "tasks": ("lm_eval", "accelerate", "datasets"),
 }
 
@@ -30,4 +31,7 @@ def require(what: str, extra: str, *packages: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    return sys.modules.get(package) is not None or find_spec(package) is not None
+    try:
+        return sys.modules.get(package) is not None or find_spec(package) is not None
+    except ModuleNotFoundError:  # nor is what it is a part of
+        return False

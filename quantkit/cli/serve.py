@@ -73,6 +73,8 @@ def command(models: tuple[str, ...], config: str | None, **flags: Any) -> None:
     """
     given = {name: list(value) or None if isinstance(value, tuple) else value for name, value in flags.items()}
     served = load_model_settings(models, given, config)
+    if served[0].otlp_endpoint is not None:
+        require("--otlp-endpoint", "traces")
     require("quantkit serve", "serve", "fastapi", "starlette", "uvicorn", "prometheus_client")
     from quantkit.runtime.server.serve import run
 

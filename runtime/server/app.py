@@ -5,6 +5,8 @@ CORS -> LogMiddleware -> AccessMiddleware -> route -> Call -> engine
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quantkit.runtime.server.engine_process.client import EngineClient
 from quantkit.runtime.server.errors import install_error_handlers
+from quantkit.runtime.server.gpu_metrics import GpuWatch
 from quantkit.runtime.server.middleware.access import AccessMiddleware, is_guarded
 from quantkit.runtime.server.middleware.request_log import LogMiddleware
 from quantkit.runtime.server.models.registry import ModelRegistry
@@ -22,6 +25,7 @@ from quantkit.runtime.server.models.served_model import ServedModel, make_served
 from quantkit.runtime.server.routes import chat, completions, health, models, tgi, tokenize
 from quantkit.runtime.server.routes.page import page_router
 from quantkit.runtime.server.settings import ServerSettings
+from quantkit.runtime.server.tracing import RequestTraces, open_traces
 from quantkit.runtime.server.version import package_version
 
 if TYPE_CHECKING:
@@ -43,9 +47,14 @@ def create_app(
     return create_app_of([make_served_model(settings, client, tokenizer, shadow)])
 
 
-def create_app_of(each: Sequence[ServedModel]) -> FastAPI:
+def create_app_of(
+    each: Sequence[ServedModel], *, gpus: GpuWatch | None = None, traces: RequestTraces | None = None
+) -> FastAPI:
     """An application for several models, whose settings agree on everything but the models."""
-    settings, registry = each[0].settings, ModelRegistry(each)
+    settings = each[0].settings
+    if traces is None and settings.otlp_endpoint is not None:
+        traces = open_traces(settings.otlp_endpoint)
+    registry = ModelRegistry(each, gpus or _watch_gpus(each), traces)
     app = FastAPI(title="quantkit", version=package_version(), docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.models = registry
     _add_middleware(app, settings, registry)
@@ -60,11 +69,23 @@ def create_app_of(each: Sequence[ServedModel]) -> FastAPI:
     return app
 
 
+def _watch_gpus(each: Sequence[ServedModel]) -> GpuWatch:
+    """Those that the engines see; none where all of them compute on a CPU."""
+    if any(model.info.device.startswith("cuda") for model in each):
+        return GpuWatch(visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return GpuWatch(lambda: None)
+
+
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    models: ModelRegistry = app.state.models
+    models.gpus.start()
     yield
-    for model in app.state.models.each:
+    models.gpus.close()
+    for model in models.each:
         model.prompts.close()
+    if models.traces is not None:
+        await asyncio.to_thread(models.traces.close)
 
 
 def _add_middleware(app: FastAPI, settings: ServerSettings, registry: ModelRegistry) -> None:

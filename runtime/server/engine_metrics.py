@@ -21,6 +21,7 @@ _OLDER_NAMES = {  # what dashboards for earlier versions of vLLM read
 }
 _OURS_ALONE = {
     "build_info",
+    "engine_ready",
     "engine_restarts",
     "kv_pages_total",
     "kv_pages_used",
@@ -47,9 +48,10 @@ class EngineCollector(Collector):
         model_name: str,
         restarts: Callable[[], int],
         shadow: Callable[[], dict[str, Any] | None],
+        ready: Callable[[], bool],
     ) -> None:
         self._stats, self._info, self._model = stats, info, model_name
-        self.restarts, self.shadow = restarts, shadow
+        self.restarts, self.shadow, self._ready = restarts, shadow, ready
         self._seen = dict.fromkeys(_STEADY, 0.0)  # the newest values, and what processes before this one had counted
         self._before = dict.fromkeys(_STEADY, 0.0)
 
@@ -79,6 +81,7 @@ class EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", steady["prompt_tokens"])
         yield self._counter("prefix_cache_hits", "Tokens found in the cache.", steady["reused_tokens"])
         yield self._counter("num_preemptions", "Answers that had to give way.", steady["preemptions"])
+        yield self._gauge("engine_ready", "1 where the engine process answers, 0 where there is none.", self._ready())
         yield self._counter("engine_restarts", "New engine processes after one died.", self.restarts())
         if self.speculates:
             yield from self._guesses(steady)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
 
 from quantkit.runtime.server.engine_metrics import PREFIX, BothPrefixes, EngineCollector, Together
 
@@ -45,11 +46,12 @@ class ServerMetrics:
         model_name: str | None = None,
         restarts: Callable[[], int] = lambda: 0,
         shadow: Callable[[], dict[str, Any] | None] = lambda: None,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """`model_name` is the label of every metric (default: the model), `shadow` gives named numbers, if any."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every one, which nobody reads
         self._model = info.model if model_name is None else model_name
-        self._engine = EngineCollector(client_stats, info, self._model, restarts, shadow)
+        self._engine = EngineCollector(client_stats, info, self._model, restarts, shadow, ready)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._engine)
         self._make_instruments()
@@ -152,9 +154,9 @@ class ServerMetrics:
         return found if shadow is None else found | {"shadow": shadow}
 
 
-def render_together(each: Sequence[ServerMetrics]) -> tuple[bytes, str]:
-    """The metrics of all models of a server."""
-    exposed = [one._exposed for one in each]
+def render_together(each: Sequence[ServerMetrics], beside: Sequence[Collector] = ()) -> tuple[bytes, str]:
+    """The metrics of all models of a server, and those that are of no model."""
+    exposed = [*(one._exposed for one in each), *beside]
     return generate_latest(exposed[0] if len(exposed) == 1 else Together(exposed)), CONTENT_TYPE_PLAIN_0_0_4
 
 

@@ -49,6 +49,7 @@ ENGINE_OPTIONS = (
 )
 _SECRETS = {"api_keys": "api_keys_file", "watermark_key": "watermark_key_file"}  # and what names a file of them
 _ORIGIN = re.compile(r"https?://[^/\s]+|\*")
+_COLLECTOR = re.compile(r"https?://[^\s?#]+")
 _AMOUNT = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _MUST_BE = {  # by pydantic's kind of error
     "bool_type": "true or false",
@@ -105,6 +106,10 @@ class ServerSettings(BaseModel):
         30.0,
         ge=0,
         description="Time for accepted requests to finish after SIGTERM or Ctrl-C; a second signal ends at once.",
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="Send a trace of every request to this OpenTelemetry collector, such as http://127.0.0.1:4318.",
     )
     vllm_metric_names: bool = Field(False, description="Expose metrics under the names of vLLM too.")
     shadow: str | None = Field(None, min_length=1, description="A second model that answers a sample, to compare.")
@@ -169,6 +174,13 @@ class ServerSettings(BaseModel):
         if not all(_ORIGIN.fullmatch(origin) for origin in origins):
             raise ValueError("origins such as https://chat.example.org (no path), or *")
         return origins
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _collector(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not _COLLECTOR.fullmatch(endpoint):
+            raise ValueError("the address of a collector for OTLP over HTTP, such as http://127.0.0.1:4318")
+        return endpoint
 
     @field_validator("served_model_name")
     @classmethod

@@ -36,6 +36,10 @@ COMMANDS: dict[str, tuple[tuple[list[str], str], ...]] = {
          "datasets:Salesforce/wikitext:wikitext-2-raw-v1@test needs datasets"),
     ),
     "ray": ((["deploy", "--status"], "quantkit deploy needs ray, grpc"),),
+    "traces": (
+        (["serve", "demo-draft", "--otlp-endpoint", "http://127.0.0.1:4318"],
+         "--otlp-endpoint needs opentelemetry.sdk, opentelemetry.exporter.otlp.proto.http"),
+    ),
     "tasks": (
         (["eval", "demo-draft", "--tasks", "local"], "quantkit eval --tasks needs lm_eval, accelerate, datasets"),
     ),

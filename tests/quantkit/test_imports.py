@@ -190,7 +190,7 @@ SERVER = "quantkit.runtime.server."
 SERVER_FLOORS: tuple[set[str], ...] = (
     {"config_file", "connections", "engine_process", "hosts", "logs", "version"},
     {"async_llm", "engine_metrics", "errors", "settings", "shadow"},
-    {"metrics", "schemas"},
+    {"gpu_metrics", "metrics", "schemas", "tracing"},
     {"tools"},
     {"models"},
     {"middleware"},

@@ -20,6 +20,6 @@ class _Without:
 
 def hide(packages: Iterable[str]) -> None:
     """Until this process ends; call it before any of them is imported."""
-    hidden = frozenset(packages)
+    hidden = frozenset(package.partition(".")[0] for package in packages)
     assert not hidden & set(sys.modules), "some are imported already"
     sys.meta_path[:] = [_Without(finder, hidden) for finder in sys.meta_path]

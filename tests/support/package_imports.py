@@ -10,7 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("quantkit", "kernels", "runtime", "eval")
-_IMPORTED_AS = {"grpcio": "grpc", "pyyaml": "yaml"}  # where the name of a package says it only to people
+# Where the name of a package says it only to people.
+_IMPORTED_AS = {
+    "grpcio": "grpc",
+    "nvidia-ml-py": "pynvml",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "pyyaml": "yaml",
+}
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[([\w,\s-]+)\])?")
 
 

@@ -8,15 +8,18 @@ from typing import Literal
 from starlette.requests import Request
 
 from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.gpu_metrics import GpuWatch
 from quantkit.runtime.server.logs import note_model
 from quantkit.runtime.server.metrics import render_together
 from quantkit.runtime.server.models.served_model import ServedModel
+from quantkit.runtime.server.tracing import RequestTraces
 
 
 class ModelRegistry:
-    def __init__(self, each: Sequence[ServedModel]) -> None:
-        """Their names must differ."""
+    def __init__(self, each: Sequence[ServedModel], gpus: GpuWatch, traces: RequestTraces | None = None) -> None:
+        """Their names must differ. `gpus` are those of all of them, `traces` where their requests are told of."""
         self.each = tuple(each)
+        self.gpus, self.traces = gpus, traces
         self._by_name = {name: model for model in each for name in model.names}
 
     def find(self, name: str | None) -> tuple[ServedModel, str]:
@@ -46,7 +49,7 @@ class ModelRegistry:
 
     def render(self) -> tuple[bytes, str]:
         """All metrics, for Prometheus, and their content type."""
-        return render_together([model.metrics for model in self.each])
+        return render_together([model.metrics for model in self.each], [self.gpus])
 
 
 def registry(request: Request) -> ModelRegistry:

@@ -73,6 +73,7 @@ def make_served_model(
         model_name=names[0],
         restarts=lambda: client.restarts,
         shadow=lambda: None if shadow is None else asdict(shadow.numbers()),
+        ready=lambda: client.ready,
     )
     return ServedModel(
         settings=settings,

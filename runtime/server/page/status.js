@@ -72,6 +72,19 @@ function qualityRows({ compared, divergence, agreement, nan_alarms, repetition_a
   ];
 }
 
+/** Four rows for each GPU; what it does not tell is left out. */
+function gpuRows(gpus) {
+  return gpus.flatMap((gpu) => {
+    const name = (what) => (gpus.length > 1 ? `${what}, ${known(gpu.index, String)}` : what);
+    return [
+      [name("Busy"), percent(gpu.utilization === null ? null : 100 * gpu.utilization)],
+      [name("Memory"), known(gpu.memory_used, (used) => `${bytes(used)} of ${bytes(gpu.memory_total)}`)],
+      [name("Power"), known(gpu.power_watts, (watts) => `${whole(watts)} of ${whole(gpu.power_limit_watts)} W`)],
+      [name("Temperature"), known(gpu.temperature, (celsius) => `${celsius} °C`)],
+    ].filter(([, value]) => value !== "–");
+  });
+}
+
 function drawSparkline(values) {
   const [width, height] = [240, 48];
   const top = Math.max(...values, 1) * 1.1;
@@ -128,7 +141,7 @@ export class Status {
     if (kind === "bad") for (const id of MOMENTARY) setText(id, "–"); // the last ones are no longer true
   }
 
-  #draw({ info, live, shadow, ready, models, version }) {
+  #draw({ info, live, shadow, gpus, ready, models, version }) {
     this.models.offer(models);
     if (!info) return this.#state("wait", "engine is starting");
     const summary = [info.model, info.format, info.device].join(" · ");
@@ -138,6 +151,8 @@ export class Status {
     this.#served = summary;
     fillRows(byId("model-rows"), modelRows(info, version));
     this.#drawLive(live, info);
+    byId("gpus").hidden = !gpus.length;
+    fillRows(byId("gpu-rows"), gpuRows(gpus));
     byId("quality").hidden = !shadow;
     if (shadow) fillRows(byId("quality-rows"), qualityRows(shadow));
   }

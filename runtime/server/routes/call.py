@@ -24,10 +24,13 @@ from quantkit.runtime.server.errors import ApiError
 from quantkit.runtime.server.logs import note, note_accepted
 from quantkit.runtime.server.models.admission import Ticket
 from quantkit.runtime.server.models.answer_stream import AnswerStream, Piece, merged
+from quantkit.runtime.server.models.registry import registry
 from quantkit.runtime.server.models.served_model import ServedModel
 from quantkit.runtime.server.schemas.logprobs import TokenTexts
+from quantkit.runtime.server.tracing import TracedRequest
 
 Result = TypeVar("Result")
+_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "tgi": "text_completion"}  # OpenTelemetry's words for them
 CLIENT_LEFT = 499  # nginx's status for it; nobody receives it, the log does
 
 
@@ -50,6 +53,7 @@ class Call:
         self.model_name = name
         self.created = int(time.time())
         self.arrived = time.monotonic()
+        self.submitted: float | None = None
         self.sources: list[AnswerStream] = []
         self.finish_reason = "abort"  # unless it turns out otherwise
         self._request = request
@@ -78,6 +82,7 @@ class Call:
                 one_by_one,
             )  # fmt: skip
             self.sources.append(source)
+        self.submitted = time.monotonic()
         self.model.metrics.request_started()
         note_accepted(self._request.scope)
 
@@ -165,6 +170,39 @@ class Call:
                 "finish_reason": self.finish_reason,
             }
         note(self._request.scope, **told)
+        traces = registry(self._request).traces
+        if traces is not None:
+            traces.record(self._traced(usage, told.get("error")))
+
+    def _traced(self, usage: dict[str, Any], error: str | None) -> TracedRequest:
+        source = self.sources[0] if self.sources else None
+        params = None if source is None else source.params
+        ended = time.monotonic() - self.arrived
+        submitted = None if self.submitted is None else self.submitted - self.arrived
+        queued = None if source is None else source.pending.queued_seconds
+        return TracedRequest(
+            operation=_OPERATIONS[self.id.partition("-")[0]],
+            model=self.model_name,
+            headers=self._request.headers,
+            arrived=time.time_ns() - int(ended * 1e9),
+            submitted=submitted,
+            scheduled=None if submitted is None or queued is None else submitted + queued,
+            first_token=None if source is None else source.first_token_seconds,
+            ended=ended,
+            error=error,
+            attributes={
+                "gen_ai.response.id": self.id,
+                "gen_ai.response.model": self.model_name,
+                "gen_ai.response.finish_reasons": [self.finish_reason] if source is not None else None,
+                "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+                "gen_ai.usage.output_tokens": usage["completion_tokens"],
+                "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "gen_ai.request.max_tokens": None if params is None else params.max_tokens,
+                "gen_ai.request.temperature": None if params is None else params.temperature,
+                "gen_ai.request.top_p": None if params is None else params.top_p,
+                "gen_ai.request.choice.count": None if params is None else params.n,
+            },
+        )
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result:

@@ -72,6 +72,7 @@ def _status(models: ModelRegistry, model: ServedModel) -> dict[str, Any]:
         "info": None if client.info is None else asdict(client.info) | {"model": name},
         "live": live,
         "shadow": live.pop("shadow", None),
+        "gpus": models.gpus.snapshot(),
         "ready": client.ready,
         "models": [one.names[0] for one in models.each],
         "version": package_version(),

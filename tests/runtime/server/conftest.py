@@ -27,11 +27,14 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from fake_nvml import FakeNvml
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.app import create_app_of
 from quantkit.runtime.server.engine_process.client import EngineClient, EngineStats
+from quantkit.runtime.server.gpu_metrics import GpuWatch
 from quantkit.runtime.server.models.served_model import make_served_model
 from quantkit.runtime.server.settings import ServerSettings
+from quantkit.runtime.server.tracing import RequestTraces
 from quantkit.sources import model_folder
 
 SMALL: dict[str, Any] = {"model": "demo-draft", "served_model_name": ["demo"], "device": "cpu"}
@@ -115,10 +118,13 @@ class _Thread:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
 
-    async def start(self, *each: ServerSettings) -> LiveServer:
+    async def start(
+        self, *each: ServerSettings, gpus: FakeNvml | None = None, traces: RequestTraces | None = None
+    ) -> LiveServer:
         engines = [await self._engine(settings) for settings in each]
         pairs = zip(each, engines, strict=True)
-        app = create_app_of([make_served_model(settings, engine, self._tokenizer) for settings, engine in pairs])
+        served = [make_served_model(settings, engine, self._tokenizer) for settings, engine in pairs]
+        app = create_app_of(served, gpus=None if gpus is None else GpuWatch(lambda: gpus), traces=traces)
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=3
         )
@@ -154,14 +160,20 @@ def start_server() -> Iterator[Callable[..., LiveServer]]:
     """`start_server(**settings)`: another server, by default with the smaller bundled model under the name of the
     larger; fields of `ServerSettings` as keywords.
 
-    `also`, of the same kind, is a second model of that server, which must have the same tokenizer.
+    `also`, of the same kind, is a second model of that server, which must have the same tokenizer; `gpus` are those
+    whose numbers it shows, `traces` is told of its requests.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # engine processes inherit it; tests share the machine
     thread = _Thread()
 
-    def start(also: dict[str, Any] | None = None, **settings: Any) -> Any:
+    def start(
+        also: dict[str, Any] | None = None,
+        gpus: FakeNvml | None = None,
+        traces: RequestTraces | None = None,
+        **settings: Any,
+    ) -> Any:
         each = [settings] if also is None else [settings, also]
-        return thread.run(thread.start(*(ServerSettings(**SMALL | one) for one in each)))
+        return thread.run(thread.start(*(ServerSettings(**SMALL | one) for one in each), gpus=gpus, traces=traces))
 
     yield start
     thread.close()

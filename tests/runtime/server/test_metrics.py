@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fake_nvml import FakeGpu, FakeNvml
 from quantkit.runtime.server import metrics as metrics_module
 from quantkit.runtime.server.engine_process.client import EngineInfo, EngineStats
+from quantkit.runtime.server.gpu_metrics import GpuWatch
 from quantkit.runtime.server.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[3]
@@ -261,7 +263,11 @@ def sample_names() -> set[str]:
     """Every name that a query can ask for, also where no sample was counted yet."""
     metrics = make(info=GUESSING, shadow=lambda: {"kl": 0.1})
     metrics.request_refused(429)
-    return {name.partition("{")[0] for name in samples(metrics)}
+    gpus = GpuWatch(lambda: FakeNvml(FakeGpu("GPU-0")))
+    gpus.start()
+    gpus.close()
+    own = {sample.name for family in gpus.collect() for sample in family.samples}
+    return {name.partition("{")[0] for name in samples(metrics)} | own
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

@@ -50,7 +50,7 @@ def test_status_says_what_is_served_and_how_it_does(live_server: Any) -> None:
     assert status == 200
     assert headers["Cache-Control"] == "no-store"
     found = json.loads(body)
-    assert found.keys() == {"info", "live", "shadow", "ready", "models", "version"}
+    assert found.keys() == {"info", "live", "shadow", "gpus", "ready", "models", "version"}
     assert found["ready"] is True
     assert found["info"]["weights_bytes"] > 0
     assert "/" not in found["info"]["model"]

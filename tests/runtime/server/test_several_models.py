@@ -168,6 +168,7 @@ def test_one_that_dies_leaves_the_others_alone(
     states = json.loads(served.ask("GET", "/health")[2])
     assert states == {"status": "ok", "models": {"large": "down", "small": "ready", "packed": "ready"}}
     assert [served.ask("GET", f"/ready{query}")[0] for query in ("", "?model=large", "?model=small")] == [200, 503, 200]
+    assert samples(served, "quantkit:engine_ready") == {"large": 0, "small": 1, "packed": 1}
     for name in ("small", "packed"):
         assert say(client, name, PROMPTS[0]) == alone[name, PROMPTS[0]]
     end = time.monotonic() + 60
