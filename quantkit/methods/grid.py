@@ -10,7 +10,7 @@ to the side of the heavier tail. With few bits both sides are tried.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def search_grid(
     low, high = ranges(groups)
     scales, zeros = fmt.fit(low, high)
     least = _loss(groups, scales, zeros, fmt.bits, blocks)
-    for ratio, sign in product(shrink, _signs(low, high, fmt)):
+    for ratio, sign in islice(product(shrink, _signs(low, high, fmt)), 1, None):
         steps, origins = fmt.fit(low * ratio, high * ratio)
         tried = steps * sign.to(steps)
         loss = _loss(groups, tried, origins, fmt.bits, blocks)
@@ -48,8 +48,7 @@ def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor]:
     plus = torch.ones_like(low)
     if not fmt.sym or fmt.bits > SIGNED:
         return [plus]
-    heavy = torch.where(high > -low, -plus, plus)
-    return [heavy, -heavy] if fmt.bits <= BOTH_SIGNS else [heavy]
+    return [plus, -plus] if fmt.bits <= BOTH_SIGNS else [torch.where(high > -low, -plus, plus)]
 
 
 def diagonal_blocks(hessian: Tensor, width: int) -> Tensor:
