@@ -41,8 +41,8 @@ from quantkit.methods.statistics import InputStatistics
 
 BLOCK = 128  # columns whose updates are applied to the rest in one matrix product
 MOST_SWEEPS = 100
-# Of what a weight would need to make up for drift: all of it follows the calibration text too closely. KL of `demo` at 3
-# bits with 0, 0.25, 0.5 and 1, 64 x 256 tokens: 0.124, 0.117, 0.112, 0.120; of `demo-draft` with 0, 0.5, 1: 0.45, 0.27, 0.25.
+# Of what a weight would need to make up for drift; all of it follows the calibration text too closely. KL at 3 bits of
+# `demo` with 0, 0.25, 0.5 and 1: 0.124, 0.117, 0.112 and 0.120; of `demo-draft` with 0, 0.5 and 1: 0.45, 0.27 and 0.25.
 SHARE = 0.5
 
 
