@@ -22,7 +22,7 @@ class IntegerWeight(QuantizedWeight):
     """Unsigned codes with their grid. Symmetric means that every zero point is the middle code 2**(bits-1)."""
 
     codes: Tensor  # uint8 [out, in], below 2**bits
-    scales: Tensor  # float [out, groups]
+    scales: Tensor  # float [out, groups]; a negative one turns its grid around, so that code 0 is the largest value
     zeros: Tensor  # uint8 [out, groups]
     bits: int
     group_size: int  # inputs per group; the last group may be short
@@ -66,7 +66,7 @@ class IntegerWeight(QuantizedWeight):
 
     def divisor_limits(self) -> tuple[Tensor, Tensor]:
         """The least and the largest divisor of each row [out] with which its scales stay normal numbers."""
-        kind, scales = torch.finfo(self.scales.dtype), self.scales.float()
+        kind, scales = torch.finfo(self.scales.dtype), self.scales.float().abs()
         return scales.amax(1) / kind.max, scales.amin(1) / kind.tiny
 
     def divide_rows(self, divisors: Tensor) -> IntegerWeight:
@@ -117,11 +117,12 @@ def fit_minmax(low: Tensor, high: Tensor, bits: int, sym: bool, lowest_zero: int
 
 
 def round_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as they will be stored; never zero or subnormal, refused when they overflow."""
-    stored = scales.clamp(min=torch.finfo(dtype).tiny).to(dtype)
+    """Scales as they will be stored, of either sign; never zero or subnormal, refused when they overflow."""
+    sizes = scales.abs().clamp(min=torch.finfo(dtype).tiny)
+    stored = torch.where(scales < 0, -sizes, sizes).to(dtype)
     if not bool(torch.isfinite(stored).all()):
         raise InputError(
-            f"weights up to {float(scales.max()):.3g} per step overflow {str(dtype)[6:]} scales; "
+            f"weights up to {float(sizes.max()):.3g} per step overflow {str(dtype)[6:]} scales; "
             "choose a format with bfloat16 or float32 scales (compressed-tensors)"
         )
     return stored

@@ -3,9 +3,14 @@
 A range that cuts off the largest weights makes the steps of all others finer. What it costs is measured where it
 matters, on the layer's outputs: e H e^T with the group's own part of H = sum of x x^T (errors of different groups are
 taken as independent here).
+
+A symmetric grid has one code more below 0 than above. With a negative scale that code is on the other side; it belongs
+to the side of the heavier tail. With few bits both sides are tried.
 """
 
 from __future__ import annotations
+
+from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -14,6 +19,8 @@ from quantkit.formats import IntegerFormat, IntegerWeight
 from quantkit.formats.integer import nearest, ranges, round_to_grid
 
 SHRINK = tuple(1.0 - 0.025 * step for step in range(21))  # of the full range: 1.0 down to 0.5
+BOTH_SIGNS = 3  # bits up to which either sign of a scale is tried
+SIGNED = 7  # bits up to which a scale has a sign; one code of 256 would gain nothing
 
 
 def search_grid(
@@ -26,13 +33,22 @@ def search_grid(
     low, high = ranges(groups)
     scales, zeros = fmt.fit(low, high)
     least = _loss(groups, scales, zeros, fmt.bits, blocks)
-    for ratio in shrink[1:]:
-        tried = fmt.fit(low * ratio, high * ratio)
-        loss = _loss(groups, *tried, fmt.bits, blocks)
+    for ratio, sign in islice(product(shrink, _signs(low, high, fmt)), 1, None):
+        steps, origins = fmt.fit(low * ratio, high * ratio)
+        tried = steps * sign.to(steps)
+        loss = _loss(groups, tried, origins, fmt.bits, blocks)
         better = loss < least
         least = torch.where(better, loss, least)
-        scales, zeros = torch.where(better, tried[0], scales), torch.where(better, tried[1], zeros)
+        scales, zeros = torch.where(better, tried, scales), torch.where(better, origins, zeros)
     return round_to_grid(weight, scales.T.contiguous(), zeros.T.contiguous(), fmt.bits, width)
+
+
+def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor]:
+    """Those of a group's scale that are tried, for groups with these ends."""
+    plus = torch.ones_like(low)
+    if not fmt.sym or fmt.bits > SIGNED:
+        return [plus]
+    return [plus, -plus] if fmt.bits <= BOTH_SIGNS else [torch.where(high > -low, -plus, plus)]
 
 
 def diagonal_blocks(hessian: Tensor, width: int) -> Tensor:

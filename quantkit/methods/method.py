@@ -84,6 +84,12 @@ class Method(ABC):
         return False
 
     @property
+    def wants_drift(self) -> bool:
+        """Whether the statistics of a group's input must know how far it is from that of the model that is not
+        quantized; only experts never do."""
+        return False
+
+    @property
     def scales_inputs(self) -> bool:
         """Whether `choose_scales` is to be called, for which the model family must have folds."""
         return False

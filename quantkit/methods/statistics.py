@@ -9,19 +9,29 @@ SAMPLE = 2048  # inputs kept as they are, for searches that cannot work on sums
 
 
 class InputStatistics:
-    """H = sum of x x^T, the largest magnitude of every input column, and a sample of inputs; all in float32."""
+    """H = sum of x x^T, the largest magnitude of every input column, and a sample of inputs; all in float32.
 
-    def __init__(self, inputs: int, device: torch.device | None = None, *, hessian: bool = True) -> None:
+    With a drift also the sum of (y - x) x^T, where y stands in the place of x in the model that is not quantized.
+    """
+
+    def __init__(
+        self, inputs: int, device: torch.device | None = None, *, hessian: bool = True, drift: bool = False
+    ) -> None:
         self.hessian = torch.zeros(inputs, inputs, device=device) if hessian else None
+        self.drift = torch.zeros(inputs, inputs, device=device) if drift else None
         self.absmax = torch.zeros(inputs, device=device)
         self.tokens = 0
         self._sample: list[Tensor] = []
 
-    def add(self, inputs: Tensor) -> None:
-        """Inputs [..., in] of the layers."""
+    def add(self, inputs: Tensor, exact: Tensor | None = None) -> None:
+        """Inputs [..., in] of the layers, and for a drift what the model that is not quantized has in their place."""
         flat = inputs.flatten(0, -2)  # [tokens, in]
         if self.hessian is not None:
-            _add_products(self.hessian, flat)
+            _add_products(self.hessian, flat, flat)
+        if self.drift is not None:
+            assert exact is not None, "a drift is from exact inputs"
+            moved = exact.flatten(0, -2).float() - flat.float()
+            _add_products(self.drift, moved.to(flat.dtype), flat)
         self.absmax = torch.maximum(self.absmax, flat.abs().amax(0).float())
         missing = SAMPLE - sum(len(part) for part in self._sample)
         if missing > 0:
@@ -59,17 +69,17 @@ class InputStatistics:
 
     def divide(self, scales: Tensor) -> None:
         """From now on the statistics of the inputs divided by scales [in]."""
-        if self.hessian is not None:
-            self.hessian /= scales
-            self.hessian /= scales[:, None]
+        for products in (self.hessian, self.drift):
+            if products is not None:
+                products /= scales
+                products /= scales[:, None]
         self.absmax /= scales
         self._sample = [part / scales for part in self._sample]
 
 
-def _add_products(total: Tensor, flat: Tensor) -> None:
-    """total += flat^T flat. 16-bit inputs are multiplied as they are on a GPU and summed in float32."""
-    if flat.is_cuda and flat.dtype != torch.float32:
-        total += torch.mm(flat.T, flat, out_dtype=torch.float32)
+def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T right. 16-bit inputs are multiplied as they are on a GPU and summed in float32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        total += torch.mm(left.T, right, out_dtype=torch.float32)
     else:
-        flat = flat.float()
-        total.addmm_(flat.T, flat)
+        total.addmm_(left.float().T, right.float())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ class CalibratedPass:
         self._prepare(tokens)
         for part in tokens.split(self._batch(tokens.shape[1])):
             self.hidden.append(self.runner.embed(part))
-        if self.method.tunes_blocks:
+        if self._follows_original:
             self._original.extend(self.hidden)
 
     def resume(self, tokens: Tensor, states: Iterator[tuple[str, Tensor]]) -> None:
@@ -87,24 +89,22 @@ class CalibratedPass:
         for layer in range(first, len(self.runner)):
             parts = self.runner.load(layer, self._arguments[layer])
             work = BlockQuantizer(self.source, self.family, self.chosen, self.method, layer, on_layer)
-            states = self._inputs_and_targets(parts) if self.method.tunes_blocks else None
-            for part in parts:
-                self._run_part(part, work)
-            if states is not None:
-                self._tune(parts, work, *states)
+            inputs = self._activations("inputs")
+            if self.method.tunes_blocks:
+                inputs.extend(self.hidden)
+            twins = _copied(parts) if self._follows_original else [None] * len(parts)
+            for part, twin in zip(parts, twins, strict=True):
+                self._run_part(part, work, twin)
+            if self.method.tunes_blocks:
+                self._tune(parts, work, inputs, self._original)
             block = work.result(parts[0].block)
             self.runner.free(layer)
             yield block
 
-    @torch.no_grad()
-    def _inputs_and_targets(self, parts: tuple[BlockPart, ...]) -> tuple[Activations, Activations]:
-        """What a block reads after quantized ones, and what it makes in the model that is not quantized."""
-        inputs = self._activations("inputs")
-        inputs.extend(self.hidden)
-        with fast_products(self.runner.device):
-            for index, batch in enumerate(self._original):
-                self._original[index] = run_block(parts, batch)
-        return inputs, self._original
+    @property
+    def _follows_original(self) -> bool:
+        """Whether the model that is not quantized runs beside the one that is."""
+        return self.method.tunes_blocks or self.method.wants_drift
 
     def _tune(
         self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations, targets: Activations
@@ -121,8 +121,8 @@ class CalibratedPass:
                     self.hidden[index] = forward(batch)
 
     @torch.no_grad()
-    def _run_part(self, part: BlockPart, work: BlockQuantizer) -> None:
-        """One stage after the other, then the hidden states after the part."""
+    def _run_part(self, part: BlockPart, work: BlockQuantizer, twin: BlockPart | None) -> None:
+        """One stage after the other, then the hidden states after the part, and those of its twin that stays exact."""
         if any(work.wants(stage) for stage in part.routed_stages):
             self._experts(part).run(work)
         inner = None
@@ -131,13 +131,16 @@ class CalibratedPass:
                 with fast_products(self.runner.device):
                     inner = self._keep_inner(part, stage)
             if work.wants(stage) and not stage.routed:
-                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner))
+                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner, twin))
                 if inner is not None and divisor is not None:
                     for index, batch in enumerate(inner):
                         inner[index] = batch / divisor.to(batch.dtype)
         with fast_products(self.runner.device):
             for index, batch in enumerate(self.hidden):
                 self.hidden[index] = part.run(batch) if inner is None else part.close(batch, inner[index])
+            for index, batch in enumerate(self._original if twin is not None else ()):
+                assert twin is not None
+                self._original[index] = twin.run(batch)
 
     def _experts(self, part: BlockPart) -> ExpertRounding:
         with fast_products(self.runner.device):
@@ -155,11 +158,16 @@ class CalibratedPass:
             inner.append(inputs)
         return inner
 
-    def _statistics(self, part: BlockPart, stage: Stage, inner: Activations | None) -> InputStatistics:
+    def _statistics(
+        self, part: BlockPart, stage: Stage, inner: Activations | None, twin: BlockPart | None
+    ) -> InputStatistics:
         batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
         if inner is not None:
             batches = ([batch] for batch in inner)
-        (found,) = stage_statistics(part, stage, batches, hessian=self.method.wants_hessian)
+        exact = None
+        if twin is not None and self.method.wants_drift:
+            exact = (_read(twin, stage, batch) for batch in self._original)
+        (found,) = stage_statistics(part, stage, batches, hessian=self.method.wants_hessian, exact=exact)
         return found
 
     def _prepare(self, tokens: Tensor) -> None:
@@ -174,3 +182,16 @@ class CalibratedPass:
     @staticmethod
     def _batch(length: int) -> int:
         return max(1, BATCH_TOKENS // length)
+
+
+def _copied(parts: tuple[BlockPart, ...]) -> list[BlockPart]:
+    """The parts of a block that keeps its weights while those of the first are rounded."""
+    block = deepcopy(parts[0].block)
+    return [replace(part, block=block) for part in parts]
+
+
+def _read(part: BlockPart, stage: Stage, hidden: Tensor) -> Tensor:
+    """What the linears of a stage without experts read."""
+    (inputs,) = part.inputs(stage, hidden)
+    assert inputs is not None
+    return inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from torch import Tensor
 
@@ -13,14 +14,21 @@ from quantkit.stages import Stage
 
 
 def stage_statistics(
-    part: BlockPart, stage: Stage, batches: Iterable[Sequence[Tensor | None]], *, hessian: bool = True
+    part: BlockPart,
+    stage: Stage,
+    batches: Iterable[Sequence[Tensor | None]],
+    *,
+    hessian: bool = True,
+    exact: Iterable[Tensor] | None = None,
 ) -> list[InputStatistics]:
-    """One for every expert, or a single one. `batches` are as `BlockPart.inputs` gives them."""
+    """One for every expert, or a single one. `batches` are as `BlockPart.inputs` gives them; `exact` are those of the
+    model that is not quantized, for a drift, of a stage without experts."""
     weights = [weight_of(part.block.get_submodule(each.names[0])) for each in stage.by_expert]
-    statistics = [InputStatistics(weight.shape[1], weight.device, hessian=hessian) for weight in weights]
+    drift = exact is not None
+    statistics = [InputStatistics(weight.shape[1], weight.device, hessian=hessian, drift=drift) for weight in weights]
     with fast_products(weights[0].device):
-        for batch in batches:
+        for batch, place in zip(batches, repeat(None) if exact is None else exact, strict=False):
             for each, inputs in zip(statistics, batch, strict=True):
                 if inputs is not None:
-                    each.add(inputs)
+                    each.add(inputs, place)
     return statistics

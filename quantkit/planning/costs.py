@@ -71,6 +71,11 @@ class Work:
         return [group for group in self.groups if group.fmt is not None]
 
     @property
+    def follows_original(self) -> bool:
+        """Whether the model that is not quantized runs beside the one that is."""
+        return self.method.tunes_blocks or self.method.wants_drift
+
+    @property
     def block_weights(self) -> int:
         """Of the largest block."""
         return max(sum(group.experts * group.weights for group in block) for block in self.blocks)
@@ -93,8 +98,9 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    # What a tuned block reads and is tuned towards; what experts read.
-    states = work.hidden_bytes * (1 + 2 * work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized))
+    # Of the original model beside the quantized one; what a tuned block reads; what experts read.
+    kept = work.follows_original + work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized)
+    states = work.hidden_bytes * (1 + kept)
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
     working += states if place == "device" else 0
@@ -114,7 +120,8 @@ def _rounding_bytes(work: Work) -> int:
 def _calibrated_bytes(work: Work) -> int:
     """One block, the method at work on its largest group, and the activations of one batch."""
     itemsize = work.compute_dtype.itemsize
-    block = work.block_weights * (itemsize + 1)  # the weights, and a byte for each one's code until it is packed
+    weights = itemsize * (1 + work.follows_original)  # those of the original block, too
+    block = work.block_weights * (weights + 1)  # and a byte for each one's code until it is packed
     statistics = max(_statistics_bytes(work, group) for group in work.quantized)
     method = max(work.method.cost_bytes(group) for group in work.quantized)
     rounding = statistics + method + _batch_bytes(work) + _inner_bytes(work)
@@ -141,7 +148,7 @@ def _touch_up_bytes(work: Work) -> int:
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
     """Of one group; experts come one after the other, and what all of them read is kept meanwhile."""
-    matrices = COPIES if work.method.wants_hessian else 0
+    matrices = (COPIES if work.method.wants_hessian else 0) + work.method.wants_drift
     return 4 * matrices * group.inputs**2 + 4 * min(SAMPLE, work.tokens) * group.inputs
 
 
@@ -167,7 +174,8 @@ def estimated_seconds(work: Work) -> float:
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
-        tokens = work.tokens * (1 + work.scales_cache) + work.seq_len * work.method.tuned_sequences(work.samples)
+        runs = 1 + work.follows_original + work.scales_cache
+        tokens = work.tokens * runs + work.seq_len * work.method.tuned_sequences(work.samples)
         tokens += work.seq_len * work.touch_up * min(BATCH, work.samples) * PASSES
         forward = sum(2 * tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
@@ -179,7 +187,8 @@ def _group_seconds(work: Work, group: GroupWork, speed: Speed) -> float:
     """What the method does; where it wants H, its sum and the outputs' energy, which losses in the log relate to."""
     total = work.method.cost_seconds(group, work.tokens, speed)
     if work.method.wants_hessian:
-        total += 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
+        sums = 1 + (work.method.wants_drift and group.experts == 1)
+        total += sums * 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
         total += group.hessian_flops / speed.float32_flops
     return total
 

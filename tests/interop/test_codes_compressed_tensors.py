@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.formats import CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format
 from quantkit.formats.bits import pack, unpack
 from quantkit.formats.compressed_tensors import CompressedTensorsDialect
+from signed_scales import with_signs
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
@@ -68,7 +69,7 @@ def test_packing_is_the_same(bits: int, count: int, ct: ModuleType) -> None:
 @pytest.mark.parametrize("shape", [(48, 256), (40, 384), (130, 128)], ids=str)
 @pytest.mark.parametrize("fmt", [*PACKED, *OTHERS], ids=lambda fmt: f"{fmt.name} {fmt.describe()} {fmt.dtype}")
 def test_compressed_tensors_decodes_ours_to_the_same_bits(fmt: Format, shape: tuple[int, int], ct: ModuleType) -> None:
-    parts = fmt.encode(_normal(*shape))
+    parts = fmt.pack(with_signs(fmt.quantize(_normal(*shape))))
     theirs = _compressor(fmt, ct).decompress(parts, _scheme(fmt))["weight"]
     assert theirs.dtype == parts["weight_scale"].dtype
     assert torch.equal(theirs, fmt.decode(parts, theirs.dtype))
@@ -77,7 +78,7 @@ def test_compressed_tensors_decodes_ours_to_the_same_bits(fmt: Format, shape: tu
 @pytest.mark.parametrize("fmt", [*PACKED, *OTHERS], ids=lambda fmt: f"{fmt.name} {fmt.describe()} {fmt.dtype}")
 def test_we_decode_what_compressed_tensors_wrote(fmt: Format, ct: ModuleType) -> None:
     """Same scales and zero points in, the same parts out, to the last bit."""
-    parts = fmt.encode(_normal(48, 256))
+    parts = fmt.pack(with_signs(fmt.quantize(_normal(48, 256))))
     scheme, compressor = _scheme(fmt), _compressor(fmt, ct)
     weight = fmt.decode(parts)  # in float32: their rounding works in the dtype of the weight
     state = {"weight": weight, "weight_scale": parts["weight_scale"], "weight_zero_point": _zeros(fmt, parts)}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.formats import Awq, Gptq, IntegerWeight
+from signed_scales import with_signs
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
@@ -61,7 +62,7 @@ def test_gptqmodel_decodes_ours_to_the_same_bits(
     bits: int, group_size: int, sym: bool, version: int, gptqmodel: ModuleType
 ) -> None:
     fmt = Gptq(bits=bits, group_size=group_size, sym=sym, version=version)
-    parts = fmt.encode(_normal(OUT, IN))
+    parts = fmt.pack(with_signs(fmt.quantize(_normal(OUT, IN))))
     theirs = _gptq_layer(fmt, parts, gptqmodel).dequantize_weight().T
     assert torch.equal(theirs, fmt.decode(parts, torch.float16))
 
@@ -111,7 +112,7 @@ def test_gptqmodel_decodes_awq(group_size: int, sym: bool, dtype: str, gptqmodel
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
     fmt = Awq(group_size=group_size, sym=sym, dtype=dtype)
-    parts = fmt.encode(_normal(OUT, IN))
+    parts = fmt.pack(with_signs(fmt.quantize(_normal(OUT, IN))))
     theirs = dequantize_gemm(**parts, bits=4, group_size=group_size).T
     assert torch.equal(theirs, fmt.decode(parts, theirs.dtype))
 
@@ -121,7 +122,7 @@ def test_the_awq_layer_multiplies_with_our_weight(sym: bool, gptqmodel: ModuleTy
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
 
     fmt = Awq(sym=sym)
-    parts = fmt.encode(_normal(OUT, IN))
+    parts = fmt.pack(with_signs(fmt.quantize(_normal(OUT, IN))))
     options: dict[str, Any] = {"bits": 4, "group_size": 128, "sym": sym, "desc_act": False}
     layer = AwqTorchLinear(**options, in_features=IN, out_features=OUT, register_buffers=True)
     _fill(layer, parts).post_init()

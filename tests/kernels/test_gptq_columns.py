@@ -15,6 +15,7 @@ def make(width: int, out: int, device: str) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(width * 1000 + out)
     block = torch.randn(width, out, generator=generator)
     scale = 0.05 + 0.2 * torch.rand(width, out, generator=generator)
+    scale[:, ::3] *= -1  # grids that run the other way
     zero = torch.randint(0, 16, (width, out), generator=generator).float()
     whole = torch.randn(width + 7, width + 7, generator=generator).triu() * 0.1 + torch.eye(width + 7)
     return tuple(tensor.to(device) for tensor in (block, scale, zero, whole))

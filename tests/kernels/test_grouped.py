@@ -24,6 +24,7 @@ from quantkit.kernels.linear.weight_only.weight import PackedWeight, lay_out
 from quantkit.kernels.reference import experts as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 from quantkit.kernels.reference.elementwise import gated_activation
+from signed_scales import with_signs
 
 pytestmark = pytest.mark.kernel
 
@@ -97,7 +98,7 @@ def _planes(
     biases: list[Tensor | None] = [None] * planes if bias is None else list(bias)
     if fmt is None:
         return lay_out_half(values, bias), list(zip(values, biases, strict=True))
-    quantized = [fmt.quantize(plane) for plane in values]
+    quantized = [with_signs(fmt.quantize(plane)) for plane in values]
     decoded = [plane.dequantize(torch.float32) for plane in quantized]
     return stacked([lay_out(plane) for plane in quantized], bias), list(zip(decoded, biases, strict=True))
 

@@ -35,6 +35,7 @@ from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.op import explain, linear
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, ROUNDED_INPUTS, relative_error
+from signed_scales import with_signs
 
 pytestmark = pytest.mark.kernel
 
@@ -64,7 +65,7 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def make(fmt: Format, outputs: int, inputs: int) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(outputs + inputs)
     weight = torch.randn(outputs, inputs, generator=generator) * 0.02 + 0.005
-    return fmt.with_input_scale(fmt.quantize(weight), 8.0)
+    return fmt.with_input_scale(with_signs(fmt.quantize(weight)), 8.0)
 
 
 def make_x(tokens: int, inputs: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:

@@ -15,6 +15,7 @@ from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
+from signed_scales import with_signs
 
 pytestmark = pytest.mark.kernel
 
@@ -43,7 +44,7 @@ def make_x(tokens: int, inputs: int, dtype: torch.dtype, device: str, seed: int 
 def make(fmt: Format, outputs: int, x: Tensor) -> tuple[QuantizedWeight, EightBitWeight]:
     torch.manual_seed(0)
     weight = (0.02 * torch.randn(outputs, x.shape[1])).to(torch.bfloat16).to(x.device)
-    quantized = fmt.with_input_scale(fmt.quantize(weight), float(x.abs().max()))
+    quantized = fmt.with_input_scale(with_signs(fmt.quantize(weight)), float(x.abs().max()))
     return quantized, eight_bit.lay_out(fmt, quantized)
 
 

@@ -14,6 +14,7 @@ from quantkit.kernels.linear.weight_only.hopper_shares import begin_of, next_pla
 from quantkit.kernels.linear.weight_only.weight import lay_out
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
+from signed_scales import with_signs
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
@@ -44,7 +45,8 @@ CUTS = {
 
 def assert_right(fmt: Format, outputs: int, x: Tensor, config: HopperConfig, *, bias: bool = False) -> None:
     torch.manual_seed(0)
-    quantized = fmt.quantize((0.02 * torch.randn(outputs, x.shape[1], device="cuda") + 0.005).to(torch.bfloat16))
+    plain = (0.02 * torch.randn(outputs, x.shape[1], device="cuda") + 0.005).to(torch.bfloat16)
+    quantized = with_signs(fmt.quantize(plain))
     addend = torch.randn(outputs, device="cuda").to(x.dtype) if bias else None
     out = torch.full((x.shape[0], outputs), float("nan"), device="cuda", dtype=x.dtype)
     weight = lay_out(quantized)

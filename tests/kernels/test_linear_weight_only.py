@@ -15,6 +15,7 @@ from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig, matmul
 from quantkit.kernels.linear.weight_only.weight import PackedWeight, lay_out, why_not
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
+from signed_scales import with_signs
 
 pytestmark = pytest.mark.kernel
 
@@ -47,7 +48,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def make(fmt: Format, outputs: int, inputs: int, device: str, seed: int = 0) -> tuple[QuantizedWeight, PackedWeight]:
     torch.manual_seed(seed)
     weight = (0.02 * torch.randn(outputs, inputs) + 0.005).to(torch.bfloat16).to(device)
-    quantized = fmt.quantize(weight)
+    quantized = with_signs(fmt.quantize(weight))
     return quantized, lay_out(quantized)
 
 

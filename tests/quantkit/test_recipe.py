@@ -28,8 +28,8 @@ CONFIG: dict[str, Any] = {
 }
 BUNDLED = (
     *("auto-w3.5", "awq-w3g128", "awq-w4g128", "awq-w4g32", "awq-w4g64", "best-w4g128", "best-w4g64"),
-    *("fp4", "fp8", "fp8-block", "fp8-static", "gptq-w3g128", "gptq-w3g64", "gptq-w4g128", "gptq-w4g32", "gptq-w4g64"),
-    *("gptq-w4g64-asym", "gptq-w8"),
+    *("fp4", "fp8", "fp8-block", "fp8-static", "gptq-w2g64", "gptq-w3g128", "gptq-w3g64", "gptq-w4g128", "gptq-w4g32"),
+    *("gptq-w4g64", "gptq-w4g64-asym", "gptq-w8"),
     *("iq4_xs", "llm-int8", "mxfp4", "nf4", "nf4-plain", "nvfp4"),
     *("q2_k", "q3_k_m", "q4_0", "q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0"),
     *("rtn-w2g64", "rtn-w3g128", "rtn-w4g128", "rtn-w4g128-asym", "rtn-w4g128-ct", "rtn-w4g32", "rtn-w4g64"),
@@ -89,6 +89,7 @@ def test_bundled_recipe_fits_every_family(name: str) -> None:
         ("rtn-w8", Gptq(bits=8, group_size=128, sym=True)),
         ("rtn-w3g128", CtPacked(bits=3, group_size=128, sym=True, dtype="float16")),
         ("rtn-w2g64", CtPacked(bits=2, group_size=64, sym=False, dtype="float16")),
+        ("gptq-w2g64", CtPacked(bits=2, group_size=64, sym=True, dtype="float16")),
         ("rtn-w4g128-asym", Awq(group_size=128, sym=False)),
     ],
 )

@@ -1,6 +1,7 @@
 """The grid search against brute force."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -30,14 +31,14 @@ def group_losses(weight: Tensor, rounded: Tensor, hessian: Tensor, width: int) -
     return torch.stack(losses, 1)
 
 
-def rounded_by_hand(row: Tensor, bits: int, sym: bool, shrink: float) -> Tensor:
-    """One row on the grid that covers this share of its range, scales in float32."""
+def rounded_by_hand(row: Tensor, bits: int, sym: bool, shrink: float, sign: float = 1.0) -> Tensor:
+    """One row on the grid that covers this share of its range, scales in float32, so that ties break as they do."""
     top = 2**bits - 1
-    low, high = shrink * min(float(row.min()), 0.0), shrink * max(float(row.max()), 0.0)
-    scale = 2 * max(-low, high) / top if sym else (high - low) / top
-    zero = 2 ** (bits - 1) if sym else round(-low / scale)
-    codes = [min(max(round(value / scale) + zero, 0), top) for value in row.tolist()]
-    return torch.tensor([scale * (code - zero) for code in codes], dtype=torch.float64)
+    low, high = shrink * row.min().clamp(max=0), shrink * row.max().clamp(min=0)
+    scale = sign * 2 * torch.maximum(-low, high) / top if sym else (high - low) / top
+    zero = 2 ** (bits - 1) if sym else round(float(-low / scale))
+    codes = [min(max(round(float(value)) + zero, 0), top) for value in row / scale]
+    return torch.tensor([float(scale) * (code - zero) for code in codes], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.name} {fmt.describe()}")
@@ -60,10 +61,61 @@ def test_one_group_is_brute_force(layer: Layers, bits: int, sym: bool) -> None:
     hessian = (inputs.T @ inputs).double()
     found = search_grid(weight, CtPacked(bits=bits, group_size=-1, sym=sym, dtype="float32"), hessian.float())
     for row, decoded in zip(weight, found.dequantize().double(), strict=True):
-        errors = [row.double() - rounded_by_hand(row, bits, sym, shrink) for shrink in SHRINK]
+        heavy = -1.0 if row.max() > -row.min() else 1.0
+        signs = [1.0] if not sym else [heavy] if bits == 4 else [1.0, -1.0]
+        tried = [(1.0, 1.0), *list(product(SHRINK, signs))[1:]]
+        errors = [row.double() - rounded_by_hand(row, bits, sym, *each) for each in tried]
         least = min(float(error @ hessian @ error) for error in errors)
         error = row.double() - decoded
         assert float(error @ hessian @ error) == pytest.approx(least, rel=1e-3)
+
+
+def heavy_tailed(outputs: int, inputs: int) -> Tensor:
+    """Of both signs, some rows with a tail on one side."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    weight = weight * (0.7 * torch.randn(outputs, inputs, generator=generator)).exp()
+    weight[::3] = weight[::3].abs() - 0.5
+    weight[1::3] = 0.5 - weight[1::3].abs()
+    return weight
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs", "size"), [(7, 192, 64), (33, 96, 32), (5, 77, -1)])
+def test_a_mirrored_weight_gets_the_mirrored_grid(outputs: int, inputs: int, size: int, bits: int, sym: bool) -> None:
+    """Which side has one code more follows from the weights; at 8 bits it is always the same."""
+    weight, hessian = heavy_tailed(outputs, inputs), torch.eye(inputs)
+    fmt = CtPacked(bits=bits, group_size=size, sym=sym, dtype="float32")
+    found, mirrored = search_grid(weight, fmt, hessian), search_grid(-weight, fmt, hessian)
+    if sym and bits < 8:
+        assert bool((found.scales < 0).any() and (found.scales > 0).any())
+        best = (found.scales == -mirrored.scales).float().mean()
+        assert float(best) > 0.9  # where the extremes are not the best already
+    else:
+        assert bool((found.scales > 0).all())
+
+
+@pytest.mark.parametrize(("bits", "least"), [(2, 0.8), (3, 0.9), (4, 0.95)])
+def test_the_extra_code_lowers_the_error(bits: int, least: float) -> None:
+    """Against the best grid with a positive scale, found by brute force, on groups with heavy tails."""
+    weight = heavy_tailed(21, 128)
+    fmt = CtPacked(bits=bits, group_size=64, dtype="float32")
+    found = search_grid(weight, fmt, torch.eye(128))
+    groups = weight.view(-1, 64)
+    positive = torch.stack(
+        [
+            (group.double() - torch.stack([rounded_by_hand(group, bits, True, ratio) for ratio in SHRINK]))
+            .square()
+            .sum(-1)
+            .amin()
+            for group in groups
+        ]
+    )
+    signed = (found.dequantize() - weight).double().view(-1, 64).square().sum(-1)
+    assert float(signed.sum()) < least * float(positive.sum())
+    if bits <= 3:
+        assert bool((signed <= positive * 1.0001).all())
 
 
 def test_result_is_what_the_format_can_store(layer: Layers) -> None:

@@ -33,6 +33,7 @@ METHODS: dict[str, tuple[Method, Format]] = {
     "gptq": (GptqMethod(), FOUR_BITS),
     "gptq desc_act": (GptqMethod(order="desc_act"), Gptq(group_size=32, act_order=True)),
     "gptq with scales": (GptqMethod(scaling="awq"), FOUR_BITS),
+    "gptq to the model": (GptqMethod(scaling="awq", target="model"), FOUR_BITS),
     "awq": (AwqMethod(points=3), FOUR_BITS),
     "awq without clip": (AwqMethod(points=3, clip=False), FOUR_BITS),
     "smoothquant": (SmoothQuantMethod(points=3), CtInt8()),
@@ -41,7 +42,7 @@ METHODS: dict[str, tuple[Method, Format]] = {
 
 every_method = pytest.mark.parametrize(("method", "fmt"), METHODS.values(), ids=METHODS)
 several_methods = pytest.mark.parametrize(
-    ("method", "fmt"), others_long(METHODS, ("gptq with scales", "smoothquant", "llm-int8"))
+    ("method", "fmt"), others_long(METHODS, ("gptq to the model", "smoothquant", "llm-int8"))
 )
 Saver = Callable[..., Any]
 
