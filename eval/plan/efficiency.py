@@ -47,13 +47,14 @@ class Part(NamedTuple):
 Work = dict[Part, float]  # layers, then seconds at the data sheet's rates
 
 
-def step_work(ceiling: Ceiling, batch: int, context: int) -> Work:
-    """Of one step of decoding."""
+def step_work(ceiling: Ceiling, batch: int, context: int, rows: int | None = None) -> Work:
+    """Of one step of decoding; with guesses it has more `rows` than requests."""
+    rows = batch if rows is None else rows
     bandwidth = ceiling.gpu.bandwidth
     part = _Parts(ceiling)
-    return part.reading(1, batch) | {
+    return part.reading(1, rows) | {
         part("cache"): batch * ceiling.cache_bytes(context) / bandwidth,
-        part("decode", part.arithmetic): batch * ceiling.token_seconds(context),
+        part("decode", part.arithmetic): rows * ceiling.token_seconds(context),
     }
 
 
@@ -96,10 +97,12 @@ class Efficiency:
     rows: tuple[Row, ...] = ()  # they were fitted to
     share: float | None = None  # of the ceiling, instead of all of them: the user's --efficiency
 
-    def step_seconds(self, ceiling: Ceiling, batch: int, context: int) -> float:
+    def step_seconds(self, ceiling: Ceiling, batch: int, context: int, rows: int | None = None) -> float:
+        """Of decoding; `rows` as for `step_work`."""
         if self.share is not None:
-            return ceiling.decode(batch, context).seconds / self.share
-        return self._seconds(step_work(ceiling, batch, context))
+            computed = (batch if rows is None else rows) * ceiling.token_seconds(context)
+            return max(ceiling.decode(batch, context).seconds, computed) / self.share
+        return self._seconds(step_work(ceiling, batch, context, rows))
 
     def prompt_seconds(self, ceiling: Ceiling, prompt: int, batch: int) -> float:
         if self.share is not None:
@@ -198,8 +201,9 @@ def evidence_for(efficiency: Efficiency, ceiling: Ceiling) -> Evidence:
     if any(row.case.gpu == gpu.name for row in efficiency.rows):
         return Evidence(False, (), f"assumed: the median of other layouts on the {gpu.title}; none was {scheme}")
     layout = "of this layout" if alike else "of other layouts"
-    whose = f"the {others}'s shares of its data sheet, {layout}"
-    return Evidence(False, alike, f"assumed: {whose}; nothing was measured on the {gpu.title}")
+    return Evidence(
+        False, alike, f"assumed: the {others}'s shares of its data sheet, {layout}, where nothing was measured"
+    )
 
 
 def _listed(rows: Sequence[Row]) -> str:

@@ -1,6 +1,6 @@
 """What `quantkit bench engine` measured: the rows of eval/results/engine.csv, which travel with the package.
 
-Of every load the newest row counts; what guesses (speculation) brought, and variants that a recipe does not write, do not.
+Of every load the newest row counts; rows with guesses (speculation) do not, nor variants that no recipe writes.
 """
 
 from __future__ import annotations
@@ -112,6 +112,4 @@ def ceiling_of(case: Case, gpu: Gpu | None = None) -> Ceiling:
     assert weights is not None
     itemsize = Question(kv_dtype=case.kv_dtype).itemsize(model.cache)
     decoder = model.decoder
-    return Ceiling(
-        model.cache, decoder.attention_width, weights, gpu or GPUS[case.gpu], itemsize, decoder.prompt_width
-    )
+    return Ceiling(model.cache, decoder.attention_width, weights, gpu or GPUS[case.gpu], itemsize, decoder.prompt_width)
