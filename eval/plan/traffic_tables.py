@@ -62,8 +62,8 @@ def summarize(found: TrafficReport) -> Iterator[str]:
     load, each = focus.load, f"of {focus.replica.ranks.world} GPUs " if focus.replica.ranks.world > 1 else ""
     yield (
         f"{name} needs {_gpus(focus.gpus)}: a replica {each}carries {load.requests_per_second:.1f} a second, "
-        f"{load.batch} at once (limit: {focus.limit}); first token {1e3 * load.first_token:,.0f} ms, "
-        f"{1e3 * load.between_tokens:.1f} ms between tokens."
+        f"{load.batch} at once (limit: {focus.limit}); first token {_ms(load.first_token)} ms, "
+        f"{_ms(load.between_tokens)} ms between tokens."
     )
     yield f"Speeds: {focus.evidence.words}."
 
@@ -114,14 +114,14 @@ def _fleet_cells(plan: TrafficPlan, fleet: Fleet, *, several: bool) -> Iterator[
     world = fleet.replica.ranks.world
     yield f"{fleet.gpus:,}" if world == 1 else f"{fleet.gpus:,} = {fleet.replicas:,} x {world}"
     yield from (f"{load.batch}", f"{load.requests_per_second:.2f}")
-    yield from (f"{1e3 * load.first_token:,.0f}", f"{1e3 * load.between_tokens:.1f}", fleet.limit)
+    yield from (_ms(load.first_token), _ms(load.between_tokens), fleet.limit)
     yield f"{fleet.percent_of_ceiling(traffic):.0f} %"
     if price is not None:
         cost = fleet.cost_per_day(price)
         yield from (f"{cost:,.2f}", f"{cost / traffic.requests_per_day:.6f}")
     joules = fleet.joules_per_token(traffic)
     yield "-" if fleet.watts is None else f"{fleet.watts / 1e3:.1f}"
-    yield "-" if joules is None else f"{joules / 3.6:.3f}"
+    yield "-" if joules is None else f"{joules / 3.6:.3g}"
     yield "measured" if fleet.evidence.measured else "assumed"
 
 
@@ -179,6 +179,10 @@ def _reached(found: TrafficReport) -> Table:
 def _load(one: Reached) -> str:
     case = one.row.case
     return f"{case.batch} x ({case.prompt} + {case.new})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
 
 
 def _gpus(count: int) -> str:

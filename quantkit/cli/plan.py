@@ -88,6 +88,11 @@ def command(
     batches = _numbers("--batch", batch)
     if traffic["requests_per_day"] is not None:
         question = Question(kv_dtype=kv_dtype, price_per_hour=price_per_hour, efficiency=efficiency or 1.0)
+        if tensor_parallel or pipeline_parallel or explained:
+            raise InputError(
+                "plans for traffic choose --tensor-parallel themselves, and have no --pipeline-parallel "
+                "nor --explain; leave them out"
+            )
         given = traffic | {"new": new_tokens, "share": efficiency, "link": link}
         plan_for_traffic(model, formats, gpu, question, given, as_json=as_json)
         return
