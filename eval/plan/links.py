@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from quantkit.errors import InputError
+from quantkit.eval.plan.gpus import Gpu
 
 _START = 6.6e-6  # seconds that every collective takes, whatever its size
 
@@ -64,6 +65,14 @@ LINKS = {
     )
 }
 DEFAULT_LINKS = "nvlink,pcie"
+_NVLINK_3 = Link("nvlink3", 300e9, 0.82, 0.6e-6)  # A100 SXM; the share is that of NVLink 4
+_BOARDS = {"a100-40": _NVLINK_3, "a100-80": _NVLINK_3} | dict.fromkeys(("h100", "h200", "b200"), LINKS["nvlink"])
+
+
+def usual_link(gpu: Gpu) -> Link:
+    """Between GPUs of this kind in one machine: NVLink on the boards that have it, else PCIe of their generation."""
+    newest = gpu.capability is None or gpu.capability >= (9, 0)
+    return _BOARDS.get(gpu.name) or LINKS["pcie" if newest else "pcie4"]
 
 
 def find_link(text: str) -> Link:

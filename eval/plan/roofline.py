@@ -73,13 +73,30 @@ class Ceiling:
         moved = self.weights.read_for(batch) + batch * self.cache_bytes(context)
         return Step(batch, context, moved, moved / self.gpu.bandwidth, batch * self.token_seconds(context))
 
+    def decode_operations(self, batch: int, context: int) -> int:
+        """Of a step, in whichever arithmetic."""
+        return batch * (sum(self.weights.operations.values()) + self.attention_operations(self.cache.seen(context)))
+
     def prefill_seconds(self, prompt: int, batch: int = 1) -> float:
+        """To compute whole prompts, or to read the weights for them once."""
+        read = self.weights.read_for(batch * prompt) / self.gpu.bandwidth
+        return max(self.prompt_compute_seconds(prompt, batch), read)
+
+    def prompt_compute_seconds(self, prompt: int, batch: int = 1) -> float:
         """To compute whole prompts; of each, lm_head sees the last token only."""
-        width = self.attention_width if self.prompt_width is None else self.prompt_width
-        attention = 4 * width * self.cache.seen_in_prompt(prompt) / self.gpu.bf16
         head = self.weights.head_operations / self.gpu.bf16
-        computed = batch * (prompt * (self.linear_seconds - head) + head + attention)
-        return max(computed, self.weights.read_for(batch * prompt) / self.gpu.bandwidth)
+        attention = self._prompt_attention(prompt) / self.gpu.bf16
+        return batch * (prompt * (self.linear_seconds - head) + head + attention)
+
+    def prompt_operations(self, prompt: int) -> int:
+        """Of one whole prompt, in whichever arithmetic."""
+        head = self.weights.head_operations
+        linears = sum(self.weights.operations.values()) - head
+        return prompt * linears + head + self._prompt_attention(prompt)
+
+    def _prompt_attention(self, prompt: int) -> int:
+        width = self.attention_width if self.prompt_width is None else self.prompt_width
+        return 4 * width * self.cache.seen_in_prompt(prompt)
 
     def answer_tokens_per_second(self, batch: int, prompt: int, new: int) -> float:
         """Output tokens a second when `batch` requests come at once, prefill included.

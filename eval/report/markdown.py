@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from quantkit.eval.advice.from_rows import lines
 from quantkit.eval.compare.results import Comparison
 from quantkit.eval.report import method, sections
 from quantkit.eval.report.chart import Chart
@@ -26,6 +27,7 @@ def markdown(comparison: Comparison, verdict: Verdict, charts: Sequence[Chart]) 
         f"{plain(comparison.date)}.",
         f"**{plain(first)}**",
         plain(second),
+        _list([f"For {name}: {rest}" for name, rest in lines(verdict.advice)]),
         *(f"> {plain(note)}" for note in comparison.notes),
         *(f"![{chart.title}]({chart.file})\n\n{chart.caption}" for chart in charts[:1]),
         "## All formats",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import groupby
 
+from quantkit.eval.advice.from_rows import lines
 from quantkit.eval.compare.results import Comparison
 from quantkit.eval.report.chart import Chart
 from quantkit.eval.report.markup import Markup, join, tag
@@ -41,9 +42,18 @@ def verdict_section(comparison: Comparison, verdict: Verdict) -> Markup:
         tag("p", *_with_names(first, comparison), class_="first"),
         tag("p", *_with_names(second, comparison), class_="second"),
         tag("ul", *picks, class_="picks") if picks else None,
+        _advice(verdict),
         *(tag("p", note, class_="notes") for note in comparison.notes),
         class_="verdict",
     )
+
+
+def _advice(verdict: Verdict) -> Markup | None:
+    """As `quantkit advise` gives it, by the rows of this comparison."""
+    if not verdict.advice:
+        return None
+    terms = [tag("div", tag("dt", name), tag("dd", rest)) for name, rest in lines(verdict.advice)]
+    return tag("dl", *terms, class_="meanings advice")
 
 
 def _with_names(sentence: str, comparison: Comparison) -> list[Markup | str]:

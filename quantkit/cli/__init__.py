@@ -19,6 +19,7 @@ COMMANDS = (
     "inspect",
     "recipes",
     "plan",
+    "advise",
     "generate",
     "chat",
     "detect-watermark",

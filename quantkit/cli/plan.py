@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli.common import json_option, print_json, print_table
+from quantkit.cli.plan_tables import print_plan
+from quantkit.cli.plan_traffic import plan_for_traffic, refuse_traffic_options, traffic_options
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     from quantkit.eval.plan.gpus import Gpu
     from quantkit.eval.plan.parallel import ParallelPlan
-    from quantkit.eval.plan.plan import FormatPlan, ServingPlan
+    from quantkit.eval.plan.plan import ServingPlan
     from quantkit.eval.plan.question import Question
     from quantkit.runtime.model.ranks import Ranks
 
@@ -24,9 +25,9 @@ _GPU = "Such as h100 or rtx4090; default: the one here, else all of them for mem
 _TENSOR = "Plan for ranks that cut every layer; one number or several, such as 2,4,8."
 _PIPELINE = "Plan for stages of consecutive layers; one number or several."
 _LINK = "Between GPUs: nvlink, pcie, pcie4, GB/s each way, or GB/s:us of a hop.  [default: nvlink,pcie]"
-_NEW = "Tokens of the answer, for costs; default: 256, at most half of the context."
+_NEW = "Tokens of an answer, for costs and traffic; default: 256, at most half of the context."
 _EXPERTS = "With --tensor-parallel: ranks divide the experts of a layer; models with experts need it."
-_EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
+_EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it.  [default: 1; for traffic as measured]"
 
 
 @click.command("plan", short_help="What a model takes, and how fast it could be at best.")
@@ -36,13 +37,14 @@ _EFFICIENCY = "Share of the ceiling that you expect; costs are divided by it."
 @click.option(
     "--context", default=4096, show_default=True, metavar="N", help="Tokens of one request, prompt and answer."
 )
-@click.option("--new-tokens", type=int, metavar="N", help=_NEW)
+@click.option("--new-tokens", "--new", type=int, metavar="N", help=_NEW)
 @click.option("--batch", default="1,8,32,128", show_default=True, metavar="LIST", help="Concurrent requests.")
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(_KV_DTYPES), help=_KV)
 @click.option(
     "--price-per-hour", type=float, metavar="P", help="Price of the GPU, in any currency; adds estimated costs."
 )
-@click.option("--efficiency", default=1.0, show_default=True, metavar="X", help=_EFFICIENCY)
+@click.option("--efficiency", type=float, metavar="X", help=_EFFICIENCY)
+@traffic_options
 @click.option("--tensor-parallel", metavar="LIST", help=_TENSOR)
 @click.option("--expert-parallel", is_flag=True, help=_EXPERTS)
 @click.option("--pipeline-parallel", metavar="LIST", help=_PIPELINE)
@@ -58,18 +60,20 @@ def command(
     batch: str,
     kv_dtype: str,
     price_per_hour: float | None,
-    efficiency: float,
+    efficiency: float | None,
     tensor_parallel: str | None,
     expert_parallel: bool,
     pipeline_parallel: str | None,
     link: str | None,
     explained: bool,
     as_json: bool,
+    **traffic: Any,
 ) -> None:
     """Say what MODEL takes in every format, what fits on which GPU, and how fast it could be at best.
 
     Reads config.json only. MODEL is a folder, a hub name, `demo`, or a known shape such as llama-3.1-8b.
-    Speeds are ceilings from data sheets: no engine reaches them.
+    Speeds are ceilings from data sheets: no engine reaches them. With --requests-per-day they are predictions, by
+    constants fitted to measured rows, of how many GPUs a traffic needs, what they cost and how much they draw.
 
     \b
     quantkit plan llama-3.1-8b --gpu h200
@@ -77,10 +81,25 @@ def command(
     quantkit plan demo --explain -r nf4
     quantkit plan llama-3.1-70b --gpu h100 --price-per-hour 2.5 --efficiency 0.5
     quantkit plan llama-3.1-70b --tensor-parallel 2,4,8 --link nvlink
+    quantkit plan llama-3.1-8b --requests-per-day 1000000 --prompt 512 --new 256 --peak-factor 3 --ttft 1 --tpot 0.05
     """
     from quantkit.eval.plan.question import Question
 
-    question = Question(context, _numbers("--batch", batch), kv_dtype, price_per_hour, efficiency, new_tokens)
+    batches = _numbers("--batch", batch)
+    if traffic["requests_per_day"] is not None:
+        question = Question(kv_dtype=kv_dtype, price_per_hour=price_per_hour, efficiency=efficiency or 1.0)
+        if tensor_parallel or pipeline_parallel or explained:
+            raise InputError(
+                "plans for traffic choose --tensor-parallel themselves, and have no --pipeline-parallel "
+                "nor --explain; leave them out"
+            )
+        given = traffic | {"new": new_tokens, "share": efficiency, "link": link}
+        plan_for_traffic(model, formats, gpu, question, given, as_json=as_json)
+        return
+    refuse_traffic_options(traffic)
+    question = Question(
+        context, batches, kv_dtype, price_per_hour, 1.0 if efficiency is None else efficiency, new_tokens
+    )
     names = [name for given in formats for name in given.split(",") if name]
     chosen, note = _choose_gpu(gpu)
     if tensor_parallel is not None or pipeline_parallel is not None:
@@ -98,7 +117,7 @@ def command(
     elif explained:
         _print_formulas(plan)
     else:
-        _print(plan, note, everywhere=gpu is None and not note)
+        print_plan(plan, note, everywhere=gpu is None and not note)
 
 
 def _plan(model: str, names: list[str], gpu: Gpu, question: Question) -> ServingPlan:
@@ -196,105 +215,3 @@ def _choose_gpu(name: str | None) -> tuple[Gpu, str]:
         note = f"the GPU here, {reported}, is not in the table; --gpu names one that is like it"
         return GPUS[DEFAULT_GPU], note
     return GPUS[DEFAULT_GPU], ""
-
-
-def _print(plan: ServingPlan, note: str, *, everywhere: bool) -> None:
-    from quantkit.eval.plan.summary import summarize
-
-    for line in summarize(plan):
-        click.echo(line)
-    _print_cache(plan)
-    if plan.formats:
-        _print_weights(plan)
-        if not everywhere:
-            _print_room(plan)
-        elif any(any(counts.values()) for counts in plan.requests.values()):
-            _print_requests(plan)
-    if any(speed.fits for found in plan.formats for speed in found.speeds):
-        _print_speed(plan)
-        if plan.question.price_per_hour is not None:
-            _print_cost(plan)
-    for warning in filter(None, (note, *plan.warnings)):
-        click.echo(f"note: {warning}")
-
-
-def _print_cache(plan: ServingPlan) -> None:
-    cache, question = plan.model.cache, plan.question
-    size = int(cache.per_token * question.itemsize(cache))
-    whole = f"{size * question.context / 1e9:.2f} GB for {question.context:,} tokens"
-    click.echo(f"Cache ({cache.kind}): {size:,} bytes a token, {whole}. GB are 10^9 bytes throughout.")
-
-
-def _print_weights(plan: ServingPlan) -> None:
-    columns = ("format", "scheme", "weights GB", "of bf16", "bits/linear weight", "bits/parameter", "multiplies in")
-    whole = plan.formats[0].weights.bytes
-    rows = []
-    for weights in (found.weights for found in plan.formats):
-        share = f"{100 * weights.bytes / whole:.0f} %"
-        sizes = (f"{weights.bytes / 1e9:.2f}", share, f"{weights.linear_bits:.2f}", f"{weights.bits:.2f}")
-        rows.append((weights.name, weights.scheme, *sizes, weights.arithmetic))
-    print_table(f"{plan.model.name}: weights", columns, rows)
-
-
-def _print_requests(plan: ServingPlan) -> None:
-    from quantkit.eval.plan.gpus import GPUS
-
-    rows = [
-        (_with_memory(GPUS[name]), *(_count(number) for number in counts.values()))
-        for name, counts in plan.requests.items()
-    ]
-    columns = ("GPU", *(found.name for found in plan.formats))
-    title = f"Requests of {plan.question.context:,} tokens that fit"
-    print_table(title, columns, rows, "Memory from data sheets. -: not one. --gpu NAME shows where the memory goes.")
-
-
-def _print_room(plan: ServingPlan) -> None:
-    columns = ("format", "weights GB", "engine GB", "cache GB", "cached tokens", "requests")
-    rows = []
-    for found in plan.formats:
-        sizes = (found.fit.weights, found.fit.reserve, max(0, found.fit.cache))
-        rows.append(
-            (found.name, *(f"{size / 1e9:.2f}" for size in sizes), f"{found.fit.tokens:,}", _count(found.fit.requests))
-        )
-    available = plan.formats[0].fit.available / 1e9
-    title = f"{plan.gpu.title}: {available:.1f} GB to use of {plan.gpu.memory / 1e9:.1f} GB ({plan.gpu.source})"
-    print_table(title, columns, rows, f"Requests of {plan.question.context:,} tokens. -: not one.")
-
-
-def _print_speed(plan: ServingPlan) -> None:
-    columns = ("format", *(f"batch {size}" for size in plan.question.batches), "prefill")
-    columns += ("bandwidth-bound up to batch", "the same without cache", "bf16 within 10 % from batch")
-    rows = []
-    for found in plan.formats:
-        speeds = [f"{speed.step.tokens_per_second:,.0f}" if speed.fits else "-" for speed in found.speeds]
-        rows.append((found.name, *speeds, f"{found.prefill_tokens_per_second:,.0f}", *_limits(found)))
-    gpu = plan.gpu
-    title = f"{gpu.title}: most tokens/s that {gpu.bandwidth / 1e12:.3g} TB/s and its arithmetic allow (ceilings)"
-    print_table(title, columns, rows, "-: that many requests do not fit. Data sheet figures; no engine reaches them.")
-
-
-def _limits(found: FormatPlan) -> tuple[str, str, str]:
-    limits = (found.bandwidth_bound_up_to, found.bandwidth_bound_up_to_without_cache)
-    bound, bare = ("any" if math.isinf(limit) else f"{limit:,.0f}" for limit in limits)
-    if found.name == "bf16":
-        return bound, bare, "-"
-    return bound, bare, "none" if found.stops_helping is None else f"{found.stops_helping:,}"
-
-
-def _print_cost(plan: ServingPlan) -> None:
-    from quantkit.eval.plan.cost import COST_TITLE, cost_meaning
-
-    columns = ("format", *(f"batch {size}" for size in plan.question.batches))
-    rows = [
-        (found.name, *(f"{speed.cost:.3f}" if speed.fits and speed.cost is not None else "-" for speed in found.speeds))
-        for found in plan.formats
-    ]
-    print_table(COST_TITLE, columns, rows, cost_meaning(plan.question))
-
-
-def _count(number: int) -> str:
-    return f"{number:,}" if number else "-"
-
-
-def _with_memory(gpu: Gpu) -> str:
-    return gpu.title if "GB" in gpu.title else f"{gpu.title}, {gpu.memory / 1e9:.0f} GB"
