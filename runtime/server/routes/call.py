@@ -30,7 +30,7 @@ from quantkit.runtime.server.schemas.logprobs import TokenTexts
 from quantkit.runtime.server.tracing import TracedRequest
 
 Result = TypeVar("Result")
-_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "tgi": "text_completion"}  # OpenTelemetry's words for them
+_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "tgi": "text_completion"}  # OpenTelemetry's words
 CLIENT_LEFT = 499  # nginx's status for it; nobody receives it, the log does
 
 
