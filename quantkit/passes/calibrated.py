@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quantkit.errors import InputError
 from quantkit.formats import Format
 from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
+from quantkit.methods.held_back import fitted
 from quantkit.methods.method import TunedBlock
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.activations import Activations, Place, choose_place
@@ -28,6 +30,10 @@ from quantkit.stages import Stage
 
 KEPT_INNER_BYTES = 512 << 20  # inputs of a part's last linear are kept up to this size, else computed twice
 ORIGINAL = "original-"  # before the names of saved states: those of the model that is not quantized
+
+
+def _unheard(_: QuantizedLayer) -> None:
+    """Of a layer that may be made anew."""
 
 
 def check_folds(method: Method, family: Family, config: Config) -> None:
@@ -60,13 +66,16 @@ class CalibratedPass:
         self.hidden = Activations(self.runner.device, self._place, scratch)
         self._original = Activations(self.runner.device, self._place, scratch)  # the same where nothing is quantized
         self._arguments: list[dict[str, Any]] = []
+        self._wants_targets = method.tunes_blocks or bool(method.candidates)
+        self._num_learned: int | None = None  # of the first batches, the others are held back; None: none is
+        self._num_fitted: int | None = None  # of the first batches, that statistics are taken of now; None: of all
 
     def begin(self, tokens: Tensor) -> None:
         """Calibration tokens [samples, length] become the hidden states before the first block."""
         self._prepare(tokens)
-        for part in tokens.split(self._batch(tokens.shape[1])):
+        for part in self._batches(tokens):
             self.hidden.append(self.runner.embed(part))
-        if self.method.tunes_blocks:
+        if self._wants_targets:
             self._original.extend(self.hidden)
 
     def resume(self, tokens: Tensor, states: Iterator[tuple[str, Tensor]]) -> None:
@@ -86,34 +95,72 @@ class CalibratedPass:
         """Quantizes block after block from `first` on."""
         for layer in range(first, len(self.runner)):
             parts = self.runner.load(layer, self._arguments[layer])
-            work = BlockQuantizer(self.source, self.family, self.chosen, self.method, layer, on_layer)
-            states = self._inputs_and_targets(parts) if self.method.tunes_blocks else None
-            for part in parts:
-                self._run_part(part, work)
-            if states is not None:
-                self._tune(parts, work, *states)
+            inputs = self._follow_original(parts) if self._wants_targets else None
+            method, notes = self.method, {}
+            if inputs is not None and method.candidates:
+                method, notes = self._choose(parts, layer, inputs)
+            work = self._quantize(parts, method, layer, on_layer)
+            work.note(notes)
+            if inputs is not None and method.tunes_blocks:
+                self._tune(parts, work, inputs)
             block = work.result(parts[0].block)
             self.runner.free(layer)
             yield block
 
+    def _quantize(
+        self, parts: tuple[BlockPart, ...], method: Method, layer: int, on_layer: Callable[[QuantizedLayer], None]
+    ) -> BlockQuantizer:
+        """Quantizes a block in place; the hidden states before it become those after it."""
+        work = BlockQuantizer(self.source, self.family, self.chosen, method, layer, on_layer)
+        for part in parts:
+            self._run_part(part, work)
+        return work
+
     @torch.no_grad()
-    def _inputs_and_targets(self, parts: tuple[BlockPart, ...]) -> tuple[Activations, Activations]:
-        """What a block reads after quantized ones, and what it makes in the model that is not quantized."""
+    def _follow_original(self, parts: tuple[BlockPart, ...]) -> Activations:
+        """Makes the targets what a block makes in the model that is not quantized; returns what it reads here."""
         inputs = self._activations("inputs")
         inputs.extend(self.hidden)
         with fast_products(self.runner.device):
             for index, batch in enumerate(self._original):
                 self._original[index] = run_block(parts, batch)
-        return inputs, self._original
+        return inputs
 
-    def _tune(
-        self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations, targets: Activations
-    ) -> None:
+    def _choose(self, parts: tuple[BlockPart, ...], layer: int, inputs: Activations) -> tuple[Method, dict[str, Any]]:
+        """The candidate whose block errs least on the sequences held back, and what the log should say.
+
+        Each is tried on the others alone, and on the block as its files have it, with norms and all, which is how the
+        block is left. So what is chosen may be fitted to all sequences afterwards.
+        """
+        errors = {}
+        self._num_fitted = self._num_learned
+        for name, method in self.method.candidates.items():
+            self._quantize(parts, method, layer, _unheard)
+            errors[name] = self._error()
+            self.runner.free(layer)
+            self.runner.load(layer, self._arguments[layer])
+            for index, batch in enumerate(inputs):
+                self.hidden[index] = batch
+        self._num_fitted = None
+        chosen = min(errors, key=lambda name: errors[name])
+        return self.method.candidates[chosen], {"chosen": chosen, "block_errors": errors}
+
+    @torch.no_grad()
+    def _error(self) -> float:
+        """Of a block's outputs on the sequences held back: the square of what they are off, relative to their own."""
+        error = energy = 0.0
+        for index in range(self._num_learned or 0, len(self.hidden)):
+            target = self._original[index].float()
+            error += float((self.hidden[index].float() - target).square().sum())
+            energy += float(target.square().sum())
+        return error / max(energy, 1e-30)
+
+    def _tune(self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations) -> None:
         """Lets a method that learns through a block change what its linears were rounded to."""
         forward = partial(run_block, parts)
         with work.unrounded(parts[0].block) as (weights, start), torch.enable_grad():
             block = TunedBlock(parts[0].block, weights, work.formats, start, forward)
-            tuned = self.method.tune_block(block, inputs, targets)
+            tuned = work.method.tune_block(block, inputs, self._original)
         work.take(parts[0].block, tuned)
         if tuned:
             with torch.no_grad(), fast_products(self.runner.device):
@@ -124,14 +171,14 @@ class CalibratedPass:
     def _run_part(self, part: BlockPart, work: BlockQuantizer) -> None:
         """One stage after the other, then the hidden states after the part."""
         if any(work.wants(stage) for stage in part.routed_stages):
-            self._experts(part).run(work)
+            self._experts(part, work.method).run(work)
         inner = None
         for stage in part.stages:
             if stage == part.closing:
                 with fast_products(self.runner.device):
                     inner = self._keep_inner(part, stage)
             if work.wants(stage) and not stage.routed:
-                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner))
+                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner, work.method))
                 if inner is not None and divisor is not None:
                     for index, batch in enumerate(inner):
                         inner[index] = batch / divisor.to(batch.dtype)
@@ -139,10 +186,10 @@ class CalibratedPass:
             for index, batch in enumerate(self.hidden):
                 self.hidden[index] = part.run(batch) if inner is None else part.close(batch, inner[index])
 
-    def _experts(self, part: BlockPart) -> ExpertRounding:
+    def _experts(self, part: BlockPart, method: Method) -> ExpertRounding:
         with fast_products(self.runner.device):
             inputs = self._activations("experts")
-            return ExpertRounding(part, self.hidden, inputs, self.method)
+            return ExpertRounding(part, islice(self.hidden, self._num_fitted), inputs, method)
 
     def _keep_inner(self, part: BlockPart, closing: Stage) -> Activations | None:
         """What the closing stage reads, for all batches, unless that is too much to keep."""
@@ -155,11 +202,12 @@ class CalibratedPass:
             inner.append(inputs)
         return inner
 
-    def _statistics(self, part: BlockPart, stage: Stage, inner: Activations | None) -> InputStatistics:
+    def _statistics(self, part: BlockPart, stage: Stage, inner: Activations | None, method: Method) -> InputStatistics:
         batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
         if inner is not None:
             batches = ([batch] for batch in inner)
-        (found,) = stage_statistics(part, stage, batches, hessian=self.method.wants_hessian)
+        seen = islice(batches, self._num_fitted)
+        (found,) = stage_statistics(part, stage, seen, hessian=method.wants_hessian)
         return found
 
     def _prepare(self, tokens: Tensor) -> None:
@@ -167,10 +215,17 @@ class CalibratedPass:
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
         self._place = choose_place(size, self.runner.device)
         self.hidden, self._original = self._activations("activations"), self._activations("original")
+        self._batches(tokens)
+
+    def _batches(self, tokens: Tensor) -> list[Tensor]:
+        """Sequences that run through a block at once; where candidates are compared, those held back by themselves."""
+        size = max(1, BATCH_TOKENS // tokens.shape[1])
+        learned = fitted(len(tokens)) if self.method.candidates else len(tokens)
+        batches = [*tokens[:learned].split(size)]
+        if learned == len(tokens):
+            return batches
+        self._num_learned = len(batches)
+        return [*batches, *tokens[learned:].split(size)]
 
     def _activations(self, name: str) -> Activations:
         return Activations(self.runner.device, self._place, self._scratch, name)
-
-    @staticmethod
-    def _batch(length: int) -> int:
-        return max(1, BATCH_TOKENS // length)

@@ -18,6 +18,7 @@ import yaml
 from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.engines import Verdict
 from quantkit.formats import dialect_with
+from quantkit.pipeline.choices import describe_choices
 from quantkit.pipeline.coverage import coverage_of
 from quantkit.pipeline.quality import Quality
 from quantkit.recipe import Recipe, list_recipes
@@ -206,7 +207,8 @@ def _schemes(facts: CardFacts) -> str:
         rows.append((_cell(scheme), len(layers), human_count(weights), f"{bits:.2f}"))
     if facts.kept:
         rows.append(("kept", len(facts.kept), "", ""))
-    return _table(("scheme", "layers", "weights", "bits per weight"), rows)
+    table = _table(("scheme", "layers", "weights", "bits per weight"), rows)
+    return f"{table}\n\n{describe_choices(facts.layers)}".strip()
 
 
 def _worst(layers: Sequence[Layer]) -> str:

@@ -58,6 +58,11 @@ class Work:
         return self.samples * self.seq_len
 
     @property
+    def tries(self) -> int:
+        """How many times a block is quantized: by each candidate, and by the chosen one again."""
+        return 1 + len(self.method.candidates)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         return torch.float32 if self.device == "cpu" else DTYPES[self.dtype]
 
@@ -92,8 +97,9 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    # What a tuned block reads and is tuned towards; what experts read.
-    states = work.hidden_bytes * (1 + 2 * work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized))
+    compared = work.method.tunes_blocks or work.tries > 1
+    # What a compared block reads and is held against; what experts read.
+    states = work.hidden_bytes * (1 + 2 * compared + any(group.experts > 1 for group in work.quantized))
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
     working += states if place == "device" else 0
@@ -166,7 +172,8 @@ def estimated_seconds(work: Work) -> float:
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
-        tokens = work.tokens + work.seq_len * work.method.tuned_sequences(work.samples)
+        tokens = work.tokens * (1 if work.tries == 1 else work.tries + 1)  # also as it was, to compare with
+        tokens += work.seq_len * work.method.tuned_sequences(work.samples)
         tokens += work.seq_len * work.touch_up * min(BATCH, work.samples) * PASSES
         forward = sum(2 * tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
@@ -178,8 +185,8 @@ def _group_seconds(work: Work, group: GroupWork, speed: Speed) -> float:
     """What the method does; where it wants H, its sum and the outputs' energy, which losses in the log relate to."""
     total = work.method.cost_seconds(group, work.tokens, speed)
     if work.method.wants_hessian:
-        total += 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
-        total += group.hessian_flops / speed.float32_flops
+        each = 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
+        total += work.tries * (each + group.hessian_flops / speed.float32_flops)
     return total
 
 
