@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -72,8 +73,7 @@ class CalibratedPass:
 
     def begin(self, tokens: Tensor) -> None:
         """Calibration tokens [samples, length] become the hidden states before the first block."""
-        self._prepare(tokens)
-        for part in self._batches(tokens):
+        for part in self._prepare(tokens):
             self.hidden.append(self.runner.embed(part))
         if self._wants_targets:
             self._original.extend(self.hidden)
@@ -96,7 +96,7 @@ class CalibratedPass:
         for layer in range(first, len(self.runner)):
             parts = self.runner.load(layer, self._arguments[layer])
             inputs = self._follow_original(parts) if self._wants_targets else None
-            method, notes = self.method, {}
+            method, notes = self.method, dict[str, Any]()
             if inputs is not None and method.candidates:
                 method, notes = self._choose(parts, layer, inputs)
             work = self._quantize(parts, method, layer, on_layer)
@@ -153,6 +153,8 @@ class CalibratedPass:
             target = self._original[index].float()
             error += float((self.hidden[index].float() - target).square().sum())
             energy += float(target.square().sum())
+        if not math.isfinite(error):
+            raise InputError("the loss is not finite; the model's weights or activations overflow")
         return error / max(energy, 1e-30)
 
     def _tune(self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations) -> None:
@@ -210,22 +212,19 @@ class CalibratedPass:
         (found,) = stage_statistics(part, stage, seen, hessian=method.wants_hessian)
         return found
 
-    def _prepare(self, tokens: Tensor) -> None:
+    def _prepare(self, tokens: Tensor) -> list[Tensor]:
+        """Sequences that run through a block at once; where candidates are compared, those held back by themselves."""
         self._arguments = self.runner.arguments(tokens.shape[1])
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
         self._place = choose_place(size, self.runner.device)
         self.hidden, self._original = self._activations("activations"), self._activations("original")
-        self._batches(tokens)
-
-    def _batches(self, tokens: Tensor) -> list[Tensor]:
-        """Sequences that run through a block at once; where candidates are compared, those held back by themselves."""
-        size = max(1, BATCH_TOKENS // tokens.shape[1])
+        at_once = max(1, BATCH_TOKENS // tokens.shape[1])
         learned = fitted(len(tokens)) if self.method.candidates else len(tokens)
-        batches = [*tokens[:learned].split(size)]
-        if learned == len(tokens):
-            return batches
-        self._num_learned = len(batches)
-        return [*batches, *tokens[learned:].split(size)]
+        batches = [*tokens[:learned].split(at_once)]
+        if learned < len(tokens):
+            self._num_learned = len(batches)
+            batches += tokens[learned:].split(at_once)
+        return batches
 
     def _activations(self, name: str) -> Activations:
         return Activations(self.runner.device, self._place, self._scratch, name)

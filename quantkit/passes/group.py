@@ -101,7 +101,7 @@ class BlockQuantizer:
 
     def note(self, notes: Mapping[str, Any]) -> None:
         """Says something of the whole block in the log of each layer."""
-        self._layers = {name: replace(layer, log=dict(layer.log) | notes) for name, layer in self._layers.items()}
+        self._layers = {name: replace(layer, log={**layer.log, **notes}) for name, layer in self._layers.items()}
 
     def quantize(
         self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any] | None = None
