@@ -20,7 +20,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.formats import CtPacked, Format
 from quantkit.methods import Method
 from quantkit.methods.awq import AwqMethod
-from quantkit.methods.best import CANDIDATES, BestMethod, candidate
+from quantkit.methods.best import CANDIDATES, BestMethod
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.held_back import fitted, judged
 from quantkit.methods.method import Rounded
@@ -155,10 +155,10 @@ def test_no_candidate_errs_less_than_the_chosen_one(
     family_model: Callable[[str], Path], family: str, tmp_path: Path
 ) -> None:
     folder, tokens = family_model(family), random_tokens(16)
-    (block,) = islice(blocks_of(folder, BestMethod(), tokens, tmp_path), 1)
+    (block,) = islice(blocks_of(folder, QuickMethod(), tokens, tmp_path), 1)
     assert set(choices([block])) <= set(CANDIDATES)
     for name, logged in block.layers[0].log["block_errors"].items():
-        (alone,) = islice(blocks_of(folder, candidate(name), tokens[: fitted(16)], tmp_path), 1)
+        (alone,) = islice(blocks_of(folder, QuickMethod().candidates[name], tokens[: fitted(16)], tmp_path), 1)
         assert logged == pytest.approx(error_by_hand(folder, tokens, alone), rel=0.02)  # bfloat16 products
 
 
@@ -170,10 +170,10 @@ def test_a_block_is_exactly_what_its_candidate_makes_of_it(
     """Also where candidates before it have scaled the block's norms: one without scaling finds them as they were."""
     monkeypatch.setattr(calibrated, "BATCH_TOKENS", 2 * LENGTH)  # H is summed in the same order with two held back
     folder, tokens = family_model(family), random_tokens(16)
-    (alone,) = islice(blocks_of(folder, candidate(name), tokens, tmp_path), 1)
+    (alone,) = islice(blocks_of(folder, QuickMethod().candidates[name], tokens, tmp_path), 1)
     errors = iter([float(each != name) for each in CANDIDATES])
     monkeypatch.setattr(CalibratedPass, "_error", lambda _: next(errors))
-    (block,) = islice(blocks_of(folder, BestMethod(), tokens, tmp_path), 1)
+    (block,) = islice(blocks_of(folder, QuickMethod(), tokens, tmp_path), 1)
     assert block.layers[0].log["chosen"] == name
     assert bool(block.changed) == (name != "gptq")
     assert block.changed.keys() == alone.changed.keys()
