@@ -104,6 +104,12 @@ class Method(ABC):
         """Whether `tune_block` is to be called."""
         return False
 
+    @property
+    def candidates(self) -> Mapping[str, Method]:
+        """Methods, by what the log calls them. Each block is quantized by the one that leaves its outputs nearest to
+        the original's on sequences held back, in the place of this method. None: this method does it itself."""
+        return {}
+
     def check(self, fmt: Format) -> None:
         """Refuses a format that cannot hold what the method produces."""
         if self.scales_inputs:

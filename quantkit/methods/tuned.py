@@ -2,13 +2,13 @@
 
 GPTQ and AWQ make the outputs of each layer right by itself. Here all linears of a block move together, by gradients
 through the block, in steps of one size against the gradient's sign (SignRound; Cheng et al., 2023, arXiv 2309.05516).
-It begins with what AWQ scales and GPTQ make of the block, and ends with the best step: never worse than its start.
+It begins with the best that AWQ and GPTQ make of the block, and ends with the best step: never worse than its start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import Format, IntegerFormat, IntegerWeight
+from quantkit.methods.best import CANDIDATES, BestMethod, candidate
 from quantkit.methods.block_tuning import JUDGEMENTS, BlockTuner, Schedule
 from quantkit.methods.costing import GroupWork, Speed
-from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.grid import search_grid
 from quantkit.methods.held_back import JUDGED
 from quantkit.methods.learned_grid import LearnedGrid
@@ -43,7 +43,8 @@ FEW_STEPS = 50  # with fewer, steps are not made larger: they would only undo wh
 class TunedMethod(Method):
     """`steps` for each block, each on `batch` sequences; `lr` of the first step, by default 1 / steps, at most 0.02.
 
-    `optimizer`: steps of one size (`sign`), or `adam`. `scaling` is GPTQ's, for the start. `seed` orders the sequences.
+    `optimizer`: steps of one size (`sign`), or `adam`. `seed` orders the sequences. `start`: what the block is before
+    the first step, made by `awq+gptq`, `awq` or `gptq`, or by the `best` of these.
     """
 
     name: ClassVar[str] = "tuned"
@@ -51,7 +52,7 @@ class TunedMethod(Method):
     batch: int = 8
     lr: float | None = None
     optimizer: str = "sign"
-    scaling: str = "awq"
+    start: str = "best"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,11 +62,11 @@ class TunedMethod(Method):
         if self.lr is not None and not 0 < self.lr <= 1:
             raise InputError(f"lr is {self.lr}, but must be above 0 and at most 1")
         require_one_of("optimizer", self.optimizer, ("sign", "adam"))
-        require_one_of("scaling", self.scaling, ("none", "awq"))
+        require_one_of("start", self.start, ("best", *CANDIDATES))
 
     @property
-    def _gptq(self) -> GptqMethod:
-        return GptqMethod(scaling=self.scaling)
+    def _start(self) -> Method:
+        return BestMethod() if self.start == "best" else candidate(self.start)
 
     @property
     def wants_hessian(self) -> bool:
@@ -73,7 +74,7 @@ class TunedMethod(Method):
 
     @property
     def scales_inputs(self) -> bool:
-        return self._gptq.scales_inputs
+        return self._start.scales_inputs
 
     @property
     def searches_grid(self) -> bool:
@@ -83,19 +84,23 @@ class TunedMethod(Method):
     def tunes_blocks(self) -> bool:
         return True
 
+    @property
+    def candidates(self) -> Mapping[str, Method]:
+        return {name: replace(self, start=name) for name in self._start.candidates}
+
     def check(self, fmt: Format) -> None:
         if require_integer(self.name, fmt).input_rounding is not None:
             raise InputError(f"method 'tuned' learns weights for inputs in 16 bits, but '{fmt.name}' rounds them too")
 
     def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
-        return self._gptq.choose_scales(weight, fmt, inputs, tie)
+        return self._start.choose_scales(weight, fmt, inputs, tie)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
-        return self._gptq.round(weight, fmt, inputs)
+        return self._start.round(weight, fmt, inputs)
 
     def tune_block(self, block: TunedBlock, inputs: Batches, targets: Batches) -> Mapping[str, Rounded]:
         tuner = BlockTuner(block, inputs, targets)
-        starts = {"gptq": _integers(block), "nearest": _searched(block)}
+        starts = {"calibrated": _integers(block), "nearest": _searched(block)}
         losses = {kind: tuner.loss(start) for kind, start in starts.items()}
         kind = min(losses, key=lambda each: losses[each])
         grids = {
@@ -118,10 +123,10 @@ class TunedMethod(Method):
 
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         learning = 3 * self.steps * group.weights * speed.rounding_seconds  # decoded, its gradient, moved
-        return self._gptq.cost_seconds(group, tokens, speed) + learning
+        return self._start.cost_seconds(group, tokens, speed) + learning
 
     def warnings(self, formats: Collection[Format], widest: int, samples: int, seq_len: int) -> Iterator[str]:
-        return self._gptq.warnings(formats, widest, samples, seq_len)
+        return self._start.warnings(formats, widest, samples, seq_len)
 
 
 def _integers(block: TunedBlock) -> dict[str, IntegerWeight]:

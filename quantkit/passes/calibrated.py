@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from quantkit.errors import InputError
 from quantkit.formats import Format
 from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
+from quantkit.methods.held_back import fitted
 from quantkit.methods.method import TunedBlock
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.activations import Activations, Place, choose_place
@@ -30,6 +33,10 @@ from quantkit.stages import Stage
 
 KEPT_INNER_BYTES = 512 << 20  # inputs of a part's last linear are kept up to this size, else computed twice
 ORIGINAL = "original-"  # before the names of saved states: those of the model that is not quantized
+
+
+def _unheard(_: QuantizedLayer) -> None:
+    """Of a layer that may be made anew."""
 
 
 def check_folds(method: Method, family: Family, config: Config) -> None:
@@ -55,6 +62,8 @@ class CalibratedPass:
         scratch: Path,
     ) -> None:
         check_folds(method, family, source.config)
+        if method.candidates and method.wants_drift:
+            raise InputError(f"method '{method.name}' has candidates and wants a drift; it can do one of the two")
         self.source, self.family, self.chosen, self.method = source, family, chosen, method
         self.runner = BlockRunner(source, family, device)
         self._scratch = scratch  # for activations that do not fit into memory
@@ -62,11 +71,12 @@ class CalibratedPass:
         self.hidden = Activations(self.runner.device, self._place, scratch)
         self._original = Activations(self.runner.device, self._place, scratch)  # the same where nothing is quantized
         self._arguments: list[dict[str, Any]] = []
+        self._num_learned: int | None = None  # of the first batches, the others are held back; None: none is
+        self._num_fitted: int | None = None  # of the first batches, that statistics are taken of now; None: of all
 
     def begin(self, tokens: Tensor) -> None:
         """Calibration tokens [samples, length] become the hidden states before the first block."""
-        self._prepare(tokens)
-        for part in tokens.split(self._batch(tokens.shape[1])):
+        for part in self._prepare(tokens):
             self.hidden.append(self.runner.embed(part))
         if self._follows_original:
             self._original.extend(self.hidden)
@@ -88,32 +98,95 @@ class CalibratedPass:
         """Quantizes block after block from `first` on."""
         for layer in range(first, len(self.runner)):
             parts = self.runner.load(layer, self._arguments[layer])
-            work = BlockQuantizer(self.source, self.family, self.chosen, self.method, layer, on_layer)
-            inputs = self._activations("inputs")
-            if self.method.tunes_blocks:
-                inputs.extend(self.hidden)
-            twins = _copied(parts) if self._follows_original else [None] * len(parts)
-            for part, twin in zip(parts, twins, strict=True):
-                self._run_part(part, work, twin)
-            if self.method.tunes_blocks:
-                self._tune(parts, work, inputs, self._original)
+            inputs = self._kept_inputs() if self._compares else None
+            twins: Twins = _copied(parts) if self.method.wants_drift else [None] * len(parts)
+            if inputs is not None and not self.method.wants_drift:
+                self._follow_original(parts)
+            method, notes = self.method, dict[str, Any]()
+            if inputs is not None and method.candidates:
+                method, notes = self._choose(parts, layer, inputs)
+            work = self._quantize(parts, method, layer, on_layer, twins)
+            work.note(notes)
+            if inputs is not None and method.tunes_blocks:
+                self._tune(parts, work, inputs)
             block = work.result(parts[0].block)
             self.runner.free(layer)
             yield block
 
     @property
+    def _compares(self) -> bool:
+        """Whether a block's outputs are held against those of the model that is not quantized."""
+        return self.method.tunes_blocks or bool(self.method.candidates)
+
+    @property
     def _follows_original(self) -> bool:
         """Whether the model that is not quantized runs beside the one that is."""
-        return self.method.tunes_blocks or self.method.wants_drift
+        return self._compares or self.method.wants_drift
 
-    def _tune(
-        self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations, targets: Activations
-    ) -> None:
+    def _quantize(
+        self,
+        parts: tuple[BlockPart, ...],
+        method: Method,
+        layer: int,
+        on_layer: Callable[[QuantizedLayer], None],
+        twins: Twins,
+    ) -> BlockQuantizer:
+        """Quantizes a block in place; the hidden states before it become those after it."""
+        work = BlockQuantizer(self.source, self.family, self.chosen, method, layer, on_layer)
+        for part, twin in zip(parts, twins, strict=True):
+            self._run_part(part, work, twin)
+        return work
+
+    def _kept_inputs(self) -> Activations:
+        """What a block reads, where the hidden states will be those after it."""
+        inputs = self._activations("inputs")
+        inputs.extend(self.hidden)
+        return inputs
+
+    @torch.no_grad()
+    def _follow_original(self, parts: tuple[BlockPart, ...]) -> None:
+        """Makes the targets what a block makes in the model that is not quantized."""
+        with fast_products(self.runner.device):
+            for index, batch in enumerate(self._original):
+                self._original[index] = run_block(parts, batch)
+
+    def _choose(self, parts: tuple[BlockPart, ...], layer: int, inputs: Activations) -> tuple[Method, dict[str, Any]]:
+        """The candidate whose block errs least on the sequences held back, and what the log should say.
+
+        Each is tried on the others alone, and on the block as its files have it, with norms and all, which is how the
+        block is left. So what is chosen may be fitted to all sequences afterwards.
+        """
+        errors = {}
+        self._num_fitted = self._num_learned
+        for name, method in self.method.candidates.items():
+            self._quantize(parts, method, layer, _unheard, [None] * len(parts))
+            errors[name] = self._error()
+            self.runner.free(layer)
+            self.runner.load(layer, self._arguments[layer])
+            for index, batch in enumerate(inputs):
+                self.hidden[index] = batch
+        self._num_fitted = None
+        chosen = min(errors, key=lambda name: errors[name])
+        return self.method.candidates[chosen], {"chosen": chosen, "block_errors": errors}
+
+    @torch.no_grad()
+    def _error(self) -> float:
+        """Of a block's outputs on the sequences held back: the square of what they are off, relative to their own."""
+        error = energy = 0.0
+        for index in range(self._num_learned or 0, len(self.hidden)):
+            target = self._original[index].float()
+            error += float((self.hidden[index].float() - target).square().sum())
+            energy += float(target.square().sum())
+        if not math.isfinite(error):
+            raise InputError("the loss is not finite; the model's weights or activations overflow")
+        return error / max(energy, 1e-30)
+
+    def _tune(self, parts: tuple[BlockPart, ...], work: BlockQuantizer, inputs: Activations) -> None:
         """Lets a method that learns through a block change what its linears were rounded to."""
         forward = partial(run_block, parts)
         with work.unrounded(parts[0].block) as (weights, start), torch.enable_grad():
             block = TunedBlock(parts[0].block, weights, work.formats, start, forward)
-            tuned = self.method.tune_block(block, inputs, targets)
+            tuned = work.method.tune_block(block, inputs, self._original)
         work.take(parts[0].block, tuned)
         if tuned:
             with torch.no_grad(), fast_products(self.runner.device):
@@ -124,14 +197,14 @@ class CalibratedPass:
     def _run_part(self, part: BlockPart, work: BlockQuantizer, twin: BlockPart | None) -> None:
         """One stage after the other, then the hidden states after the part, and those of its twin that stays exact."""
         if any(work.wants(stage) for stage in part.routed_stages):
-            self._experts(part).run(work)
+            self._experts(part, work.method).run(work)
         inner = None
         for stage in part.stages:
             if stage == part.closing:
                 with fast_products(self.runner.device):
                     inner = self._keep_inner(part, stage)
             if work.wants(stage) and not stage.routed:
-                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner, twin))
+                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner, twin, work.method))
                 if inner is not None and divisor is not None:
                     for index, batch in enumerate(inner):
                         inner[index] = batch / divisor.to(batch.dtype)
@@ -142,10 +215,10 @@ class CalibratedPass:
                 assert twin is not None
                 self._original[index] = twin.run(batch)
 
-    def _experts(self, part: BlockPart) -> ExpertRounding:
+    def _experts(self, part: BlockPart, method: Method) -> ExpertRounding:
         with fast_products(self.runner.device):
             inputs = self._activations("experts")
-            return ExpertRounding(part, self.hidden, inputs, self.method)
+            return ExpertRounding(part, islice(self.hidden, self._num_fitted), inputs, method)
 
     def _keep_inner(self, part: BlockPart, closing: Stage) -> Activations | None:
         """What the closing stage reads, for all batches, unless that is too much to keep."""
@@ -159,33 +232,40 @@ class CalibratedPass:
         return inner
 
     def _statistics(
-        self, part: BlockPart, stage: Stage, inner: Activations | None, twin: BlockPart | None
+        self, part: BlockPart, stage: Stage, inner: Activations | None, twin: BlockPart | None, method: Method
     ) -> InputStatistics:
         batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
         if inner is not None:
             batches = ([batch] for batch in inner)
         exact = None
-        if twin is not None and self.method.wants_drift:
+        if twin is not None:
             exact = (_read(twin, stage, batch) for batch in self._original)
-        (found,) = stage_statistics(part, stage, batches, hessian=self.method.wants_hessian, exact=exact)
+        seen = islice(batches, self._num_fitted)
+        (found,) = stage_statistics(part, stage, seen, hessian=method.wants_hessian, exact=exact)
         return found
 
-    def _prepare(self, tokens: Tensor) -> None:
+    def _prepare(self, tokens: Tensor) -> list[Tensor]:
+        """Sequences that run through a block at once; where candidates are compared, those held back by themselves."""
         self._arguments = self.runner.arguments(tokens.shape[1])
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
         self._place = choose_place(size, self.runner.device)
         self.hidden, self._original = self._activations("activations"), self._activations("original")
+        at_once = max(1, BATCH_TOKENS // tokens.shape[1])
+        learned = fitted(len(tokens)) if self.method.candidates else len(tokens)
+        batches = [*tokens[:learned].split(at_once)]
+        if learned < len(tokens):
+            self._num_learned = len(batches)
+            batches += tokens[learned:].split(at_once)
+        return batches
 
     def _activations(self, name: str) -> Activations:
         return Activations(self.runner.device, self._place, self._scratch, name)
 
-    @staticmethod
-    def _batch(length: int) -> int:
-        return max(1, BATCH_TOKENS // length)
+
+Twins = list[BlockPart] | list[None]  # of a block that keeps its weights while those of the first are rounded
 
 
 def _copied(parts: tuple[BlockPart, ...]) -> list[BlockPart]:
-    """The parts of a block that keeps its weights while those of the first are rounded."""
     block = deepcopy(parts[0].block)
     return [replace(part, block=block) for part in parts]
 

@@ -35,7 +35,7 @@ def _has_input_scale(fmt: Format) -> bool:
 class ExpertRounding:
     """What calibration knows of the experts of one part. `inputs` is empty storage for what they read."""
 
-    def __init__(self, part: BlockPart, hidden: Activations, inputs: Activations, method: Method) -> None:
+    def __init__(self, part: BlockPart, hidden: Iterable[Tensor], inputs: Activations, method: Method) -> None:
         self._part, self._method, self._inputs = part, method, inputs
         experts = part.routed_stages[0].experts
         assert experts is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ class BlockQuantizer:
         layer: int,
         on_layer: Callable[[QuantizedLayer], None],
     ) -> None:
-        self._source, self._family, self._method, self._on_layer = source, family, method, on_layer
+        self._source, self._family, self.method, self._on_layer = source, family, method, on_layer
         self._stages = family.stages(layer, source.config)
         self._prefix = f"{family.blocks}.{layer}."
         self.formats = {  # of the linears to quantize, by their name within the block
@@ -98,6 +99,10 @@ class BlockQuantizer:
         for layer in self._layers.values():
             self._on_layer(layer)
 
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Says something of the whole block in the log of each layer."""
+        self._layers = {name: replace(layer, log={**layer.log, **notes}) for name, layer in self._layers.items()}
+
     def quantize(
         self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any] | None = None
     ) -> Tensor | None:
@@ -113,7 +118,7 @@ class BlockQuantizer:
             if divisor is not None:  # in float32: the block's own dtype may hold less
                 weights = [weight * divisor for weight in weights]
             log = dict(notes or {}) | scaling
-            rounded = _round(self._method, weights, formats, inputs)
+            rounded = _round(self.method, weights, formats, inputs)
             for name, linear, weight, fmt, part in zip(stage.names, linears, weights, formats, rounded, strict=True):
                 self._keep(name, linear, weight, fmt, part, inputs, log)
         except InputError as error:
@@ -126,14 +131,14 @@ class BlockQuantizer:
 
         Returns what is read from now on divided by, and what the log should say. `inputs` are of all tokens.
         """
-        if norm not in self._norms_of_many or not self._method.scales_inputs:
+        if norm not in self._norms_of_many or not self.method.scales_inputs:
             return None, {}
         stages = [stage for stage in self._stages if stage.fold and stage.fold.producer == norm]
         quantized = [name for stage in stages for name in stage.linears if name in self.formats]
         weights, fmt = [weight_of(block.get_submodule(name)) for name in quantized], self.formats[quantized[0]]
         limits = column_limits(weights, fmt).within(self._fold_limits(block, Fold("norm", norm)))
         tie = partial(limits.clamp, head=1)
-        choice = self._method.choose_scales(sampled_weights(weights), fmt, inputs, tie)
+        choice = self.method.choose_scales(sampled_weights(weights), fmt, inputs, tie)
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
         if choice.loss >= choice.identity_loss:
             return None, notes
@@ -159,12 +164,12 @@ class BlockQuantizer:
         """Refuses linears that nobody asked for, and some of those that share an input without the others."""
         unknown = sorted(tuned.keys() - self.formats.keys())
         if unknown:
-            raise QuantkitError(f"method '{self._method.name}' tuned {', '.join(unknown)}, which it was not asked for")
+            raise QuantkitError(f"method '{self.method.name}' tuned {', '.join(unknown)}, which it was not asked for")
         for stage in (one for stages in self._stages for one in stages.by_expert):
             if sum(name in tuned for name in stage.names) not in (0, len(stage.names)):
                 names = ", ".join(stage.names)
                 raise QuantkitError(
-                    f"method '{self._method.name}' tuned some of {names}; they share an input: all or none"
+                    f"method '{self.method.name}' tuned some of {names}; they share an input: all or none"
                 )
 
     @staticmethod
@@ -185,12 +190,12 @@ class BlockQuantizer:
         if not inputs.tokens:
             return None, {"warning": UNREACHED}
         fold, columns, config = stage.fold, inputs.absmax.numel(), self._source.config
-        if fold is None or not self._method.scales_inputs or fold.producer in self._norms_of_many:
+        if fold is None or not self.method.scales_inputs or fold.producer in self._norms_of_many:
             return None, {}
         folded, head = fold_shape(self._family, config, fold, columns)
         tie = tied_heads(folded, columns, head)
         limits = column_limits(weights, fmt).of_rows(folded, head).within(self._fold_limits(block, fold, folded))
-        choice = self._method.choose_scales(
+        choice = self.method.choose_scales(
             torch.cat(weights), fmt, inputs, lambda scales: limits.clamp(tie(scales), head)
         )
         notes = {"scaled_loss": choice.loss, "identity_loss": choice.identity_loss}
@@ -259,7 +264,7 @@ class BlockQuantizer:
         decoded = quantized.dequantize()
         error = relative_error(decoded, weight)
         self._layers[name] = QuantizedLayer(self._prefix + name, fmt, quantized, error, log)
-        if self._method.tunes_blocks:  # it is not finished yet
+        if self.method.tunes_blocks:  # it is not finished yet
             self._unrounded[name] = Unrounded(weight.clone(), inputs.absmax.amax())
         else:
             self._on_layer(self._layers[name])

@@ -19,6 +19,7 @@ from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.engines import Verdict
 from quantkit.formats import dialect_with
 from quantkit.formats.kv_scheme import describe_summary
+from quantkit.pipeline.choices import describe_choices
 from quantkit.pipeline.coverage import coverage_of
 from quantkit.pipeline.markdown import cell, code, section, table
 from quantkit.pipeline.quality import Quality
@@ -209,7 +210,8 @@ def _schemes(facts: CardFacts) -> str:
         rows.append((cell(scheme), len(layers), human_count(weights), f"{bits:.2f}"))
     if facts.kept:
         rows.append(("kept", len(facts.kept), "", ""))
-    return table(("scheme", "layers", "weights", "bits per weight"), rows)
+    schemes = table(("scheme", "layers", "weights", "bits per weight"), rows)
+    return f"{schemes}\n\n{describe_choices(facts.layers)}".strip()
 
 
 def _cache(kv_scales: Mapping[str, Any]) -> str:

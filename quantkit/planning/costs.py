@@ -59,6 +59,11 @@ class Work:
         return self.samples * self.seq_len
 
     @property
+    def tries(self) -> int:
+        """How many times a block is quantized: by each candidate, and by the chosen one again."""
+        return 1 + len(self.method.candidates)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         return torch.float32 if self.device == "cpu" else DTYPES[self.dtype]
 
@@ -73,7 +78,12 @@ class Work:
     @property
     def follows_original(self) -> bool:
         """Whether the model that is not quantized runs beside the one that is."""
-        return self.method.tunes_blocks or self.method.wants_drift
+        return self.compares or self.method.wants_drift
+
+    @property
+    def compares(self) -> bool:
+        """Whether a block's outputs are held against those of that model."""
+        return self.method.tunes_blocks or self.tries > 1
 
     @property
     def block_weights(self) -> int:
@@ -98,8 +108,8 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    # Of the original model beside the quantized one; what a tuned block reads; what experts read.
-    kept = work.follows_original + work.method.tunes_blocks + any(group.experts > 1 for group in work.quantized)
+    # Of the original model beside the quantized one; what a compared block reads; what experts read.
+    kept = work.follows_original + work.compares + any(group.experts > 1 for group in work.quantized)
     states = work.hidden_bytes * (1 + kept)
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
@@ -120,7 +130,7 @@ def _rounding_bytes(work: Work) -> int:
 def _calibrated_bytes(work: Work) -> int:
     """One block, the method at work on its largest group, and the activations of one batch."""
     itemsize = work.compute_dtype.itemsize
-    weights = itemsize * (1 + work.follows_original)  # those of the original block, too
+    weights = itemsize * (1 + work.method.wants_drift)  # those of the original block, too
     block = work.block_weights * (weights + 1)  # and a byte for each one's code until it is packed
     statistics = max(_statistics_bytes(work, group) for group in work.quantized)
     method = max(work.method.cost_bytes(group) for group in work.quantized)
@@ -174,7 +184,7 @@ def estimated_seconds(work: Work) -> float:
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
-        runs = 1 + work.follows_original + work.scales_cache
+        runs = work.tries + work.follows_original + work.scales_cache
         tokens = work.tokens * runs + work.seq_len * work.method.tuned_sequences(work.samples)
         tokens += work.seq_len * work.touch_up * min(BATCH, work.samples) * PASSES
         forward = sum(2 * tokens * group.forward_weights for group in work.groups)
@@ -188,8 +198,8 @@ def _group_seconds(work: Work, group: GroupWork, speed: Speed) -> float:
     total = work.method.cost_seconds(group, work.tokens, speed)
     if work.method.wants_hessian:
         sums = 1 + (work.method.wants_drift and group.experts == 1)
-        total += sums * 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
-        total += group.hessian_flops / speed.float32_flops
+        each = sums * 2 * work.tokens * group.share * group.inputs**2 / speed.product_flops
+        total += work.tries * (each + group.hessian_flops / speed.float32_flops)
     return total
 
 

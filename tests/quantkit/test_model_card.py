@@ -89,6 +89,18 @@ def test_numbers_stand_where_they_belong() -> None:
     assert "ab" * 32 in section(card, "Calibration")
 
 
+def test_the_choices_of_blocks_are_counted() -> None:
+    assert "candidate" not in section(model_card(FACTS), "Layers")
+    names = ["awq", "gptq", "awq"]
+    layers = tuple(
+        Layer(f"model.layers.{block}.mlp.{linear}_proj", log={"chosen": name, "block_errors": {}})
+        for block, name in enumerate(names)
+        for linear in ("up", "down")
+    )
+    text = section(model_card(replace(FACTS, layers=layers)), "Layers")
+    assert "held back: 2 by `awq`, 1 by `gptq`." in text
+
+
 def test_worst_layers_come_by_loss() -> None:
     text = section(model_card(FACTS), "Worst layers")
     named = [line.split("`")[1] for line in text.splitlines() if "`" in line]

@@ -15,6 +15,7 @@ from quantkit.bundled import CALIBRATION_TEXT
 from quantkit.calibration import Calibration
 from quantkit.formats import Gptq
 from quantkit.inspection import inspect_checkpoint
+from quantkit.methods.best import BestMethod
 from quantkit.methods.costing import EXPERT_RUNS, GroupWork
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.rtn import RtnMethod
@@ -138,6 +139,13 @@ def test_calibration_costs_more_time_and_memory_than_rounding(readable: Path) ->
     assert gptq.needs.ram.needed > rounding.needs.ram.needed
 
 
+def test_a_choice_of_three_costs_what_all_of_them_cost(readable: Path) -> None:
+    awq, best = (plan_for(readable, "best-w4g128", *changes) for changes in (("method=awq",), ()))
+    assert 1.5 * awq.needs.seconds < best.needs.seconds < 8 * awq.needs.seconds
+    assert best.needs.ram.needed > awq.needs.ram.needed
+    assert best.output == awq.output
+
+
 def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     """A 70 B model: 80 blocks of hidden 8192, intermediate 28672; 128 x 512 tokens."""
     fmt = Gptq()
@@ -164,7 +172,8 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     assert block_bytes + 3 * largest_hessian < one.ram < 40e9
     assert peak_memory(replace(work, method=RtnMethod(), samples=0)).ram < 6e9
     assert one.scratch == work.hidden_bytes
-    assert peak_memory(replace(work, method=TuningMethod())).scratch == 3 * one.scratch  # inputs and targets
+    for comparing in (TuningMethod(), BestMethod()):  # inputs and targets beside the states
+        assert peak_memory(replace(work, method=comparing)).scratch == 3 * one.scratch
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:

@@ -10,6 +10,7 @@ from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, Gptq, LlmInt8, Nf4
 from quantkit.methods import METHODS, Method, needs_data
 from quantkit.methods.awq import AwqMethod
+from quantkit.methods.best import BestMethod
 from quantkit.methods.block_search import BlockSearchMethod
 from quantkit.methods.costing import GroupWork, Speed
 from quantkit.methods.gptq import GptqMethod
@@ -31,6 +32,7 @@ from quantkit.recipe import load_recipe
         (lambda: GptqMethod(damping=float("nan")), "damping is nan"),
         (lambda: AwqMethod(points=0), "points is 0, but must be 1 to 1000"),
         (lambda: AwqMethod(points=1001), "points is 1001"),
+        (lambda: BestMethod(damping=2.0), "damping is 2.0, but must be above 0 and at most 1"),
         (lambda: SmoothQuantMethod(points=0), "points is 0, but must be 1 to 1000"),
     ],
 )
@@ -52,6 +54,7 @@ def test_options_are_frozen_values() -> None:
         (GptqMethod(), True, True, False),
         (GptqMethod(scaling="awq"), True, True, True),
         (AwqMethod(), True, True, True),
+        (BestMethod(), True, True, True),
         (SmoothQuantMethod(), True, False, True),
     ],
 )
@@ -65,6 +68,7 @@ def test_what_a_method_needs(method: Method, calibrated: bool, hessian: bool, sc
         (GptqMethod(), Nf4(), "'gptq' needs a format with an integer grid, not 'nf4'"),
         (GptqMethod(order="desc_act"), Gptq(), "desc_act scatters the groups, which 'gptq' cannot store"),
         (GptqMethod(order="desc_act"), CtPacked(), "desc_act scatters the groups, which 'ct-packed' cannot store"),
+        (BestMethod(), Nf4(), "'best' needs a format with an integer grid, not 'nf4'"),
         (AwqMethod(), LlmInt8(), "'awq' needs a format with an integer grid, not 'llm-int8'"),
         (SmoothQuantMethod(), LlmInt8(), "'smoothquant' is for 8-bit weights and activations"),
         (SmoothQuantMethod(), CtPacked(bits=8), "'smoothquant' is for 8-bit weights and activations"),
@@ -101,7 +105,7 @@ def test_recipes_give_options() -> None:
 
 
 def test_every_method_is_listed() -> None:
-    assert list(METHODS) == ["awq", "block-search", "gptq", "rtn", "smoothquant", "tuned"]
+    assert list(METHODS) == ["awq", "best", "block-search", "gptq", "rtn", "smoothquant", "tuned"]
     assert all(issubclass(kind, Method) for kind in METHODS.values())
 
 
@@ -126,7 +130,15 @@ BY_HESSIAN = 2 * 48 * 64**2 / 1e6
             ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 40 * (ROUNDING + BY_HESSIAN),
         ),
         (
-            TunedMethod(steps=5, scaling="none"),
+            BestMethod(),  # awq+gptq twice, awq and gptq once: searches of scales cost most
+            4 * ROUNDING
+            + 3 * (3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0)
+            + 2 * BY_HESSIAN
+            + 3 * 40 * (6 * ROUNDING + BY_HESSIAN)
+            + 4 * 42 * ROUNDING,
+        ),
+        (
+            TunedMethod(steps=5, start="gptq"),
             ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING + 15 * ROUNDING,
         ),
     ],

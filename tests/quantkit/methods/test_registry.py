@@ -42,9 +42,9 @@ def load(toy: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
 
 def test_without_the_package_its_names_are_unknown() -> None:
-    assert method_names() == ["awq", "block-search", "gptq", "rtn", "smoothquant", "tuned"]
+    assert method_names() == ["awq", "best", "block-search", "gptq", "rtn", "smoothquant", "tuned"]
     with pytest.raises(
-        InputError, match=r"unknown method 'gtpq'; did you mean 'gptq'\? Known: awq, block-search, gptq, rtn"
+        InputError, match=r"unknown method 'gtpq'; did you mean 'gptq'\? Known: awq, best, block-search, gptq, rtn"
     ):
         find_method("gtpq")
 

@@ -75,14 +75,14 @@ def block_error(block: QuantizedBlock) -> float:
 
 @pytest.mark.parametrize("kind", [pytest.param("sym", marks=pytest.mark.long), "asym"])
 def test_blocks_lose_less_than_gptq_leaves_them(tune: Tune, kind: str) -> None:
-    blocks = tune(FORMATS[kind], count=2, steps=6, scaling="awq" if kind == "asym" else "none")
+    blocks = tune(FORMATS[kind], count=2, steps=6, start="awq+gptq" if kind == "asym" else "gptq")
     assert len(blocks) == 2
     for block in blocks:
         for layer in block.layers:
             log = layer.log
-            assert log["start"] == "gptq"
-            assert log["block_start_loss"] == log["block_gptq_loss"] < log["block_nearest_loss"]
-            assert log["block_loss"] < log["block_gptq_loss"]
+            assert log["start"] == "calibrated"
+            assert log["block_start_loss"] == log["block_calibrated_loss"] < log["block_nearest_loss"]
+            assert log["block_loss"] < log["block_calibrated_loss"]
             assert 1 <= log["step"] <= 6
             assert "loss" not in log  # GPTQ's is not that of these codes
     assert block_error(blocks[0]) == pytest.approx(blocks[0].layers[0].log["block_loss"], rel=0.05)  # bfloat16 products
@@ -90,19 +90,19 @@ def test_blocks_lose_less_than_gptq_leaves_them(tune: Tune, kind: str) -> None:
 
 @pytest.mark.long
 def test_a_few_dozen_steps_beat_gptq_by_a_clear_margin(tune: Tune) -> None:
-    (block,) = tune(FORMATS["sym"], steps=40, scaling="none")
+    (block,) = tune(FORMATS["sym"], steps=40, start="gptq")
     log = block.layers[0].log
-    assert log["block_loss"] < 0.9 * log["block_gptq_loss"]
+    assert log["block_loss"] < 0.9 * log["block_calibrated_loss"]
     assert log["step"] > 30
 
 
 def test_adam_learns_too(tune: Tune) -> None:
-    (block,) = tune(FORMATS["asym"], steps=6, lr=0.005, optimizer="adam", scaling="none")
-    assert block.layers[0].log["block_loss"] < block.layers[0].log["block_gptq_loss"]
+    (block,) = tune(FORMATS["asym"], steps=6, lr=0.005, optimizer="adam", start="gptq")
+    assert block.layers[0].log["block_loss"] < block.layers[0].log["block_calibrated_loss"]
 
 
 def test_a_rate_that_ruins_the_block_leaves_the_start(tune: Tune) -> None:
-    (block,) = tune(FORMATS["sym"], steps=2, lr=1.0, scaling="none")
+    (block,) = tune(FORMATS["sym"], steps=2, lr=1.0, start="gptq")
     log = block.layers[0].log
     assert log["block_loss"] == log["block_start_loss"]
     assert log["step"] == 0
@@ -110,7 +110,7 @@ def test_a_rate_that_ruins_the_block_leaves_the_start(tune: Tune) -> None:
 
 def test_the_same_seed_gives_the_same_codes(tune: Tune) -> None:
     def weights(**options: Any) -> Tensor:
-        (block,) = tune(FORMATS["sym"], steps=2, scaling="none", **options)
+        (block,) = tune(FORMATS["sym"], steps=2, start="gptq", **options)
         assert block.layers[0].log["step"] > 0
         return torch.cat([layer.quantized.dequantize().flatten() for layer in block.layers])
 
@@ -142,11 +142,13 @@ def test_every_family(name: str, family_model: Callable[[str], Path], tmp_path: 
     )
     for block in blocks:
         log = block.layers[0].log
-        assert log["block_loss"] <= log["block_start_loss"] == min(log["block_gptq_loss"], log["block_nearest_loss"])
+        assert (
+            log["block_loss"] <= log["block_start_loss"] == min(log["block_calibrated_loss"], log["block_nearest_loss"])
+        )
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    recipe = load_recipe("tuned-w3g64", ["method.steps=2", "method.scaling=none"])
+    recipe = load_recipe("tuned-w3g64", ["method.steps=2", "method.start=gptq"])
     data = Calibration(samples=8, seq_len=32)
 
     def kill(item: str, _: int) -> None:
@@ -175,7 +177,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         ("method.lr=2.5", "'method.lr' is 2.5, but must be above 0 and at most 1"),
         ("method.seed=-1", "'method.seed' is -1, but must be 0 to"),
         ("method.optimizer=sgd", "'method.optimizer' is 'sgd', but must be one of sign, adam"),
-        ("method.scaling=all", "'method.scaling' is 'all', but must be one of none, awq"),
+        ("method.start=all", "'method.start' is 'all', but must be one of best, awq+gptq, awq, gptq"),
         ("method.stps=5", "unknown key 'method.stps' for method 'tuned'; did you mean 'steps'?"),
     ],
 )
