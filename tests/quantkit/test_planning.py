@@ -165,6 +165,9 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     assert peak_memory(replace(work, method=RtnMethod(), samples=0)).ram < 6e9
     assert one.scratch == work.hidden_bytes
     assert peak_memory(replace(work, method=TuningMethod())).scratch == 3 * one.scratch  # inputs and targets
+    followed = peak_memory(replace(work, method=GptqMethod(target="model")))
+    assert followed.scratch == 2 * one.scratch  # states of the original, beside its block and the drift
+    assert one.ram + block_bytes + largest_hessian < followed.ram < one.ram + 1.2 * (block_bytes + largest_hessian)
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:
