@@ -174,6 +174,9 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     assert one.scratch == work.hidden_bytes
     for comparing in (TuningMethod(), BestMethod()):  # inputs and targets beside the states
         assert peak_memory(replace(work, method=comparing)).scratch == 3 * one.scratch
+    followed = peak_memory(replace(work, method=GptqMethod(target="model")))
+    assert followed.scratch == 2 * one.scratch  # states of the original, beside its block and the drift
+    assert one.ram + block_bytes + largest_hessian < followed.ram < one.ram + 1.2 * (block_bytes + largest_hessian)
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:
