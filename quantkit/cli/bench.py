@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli.bench_batching import batching_command
 from quantkit.cli.bench_serve import serve_command
 from quantkit.cli.bench_speculative import speculative_command
 from quantkit.cli.bench_step import step_command
@@ -37,11 +38,13 @@ def command() -> None:
     quantkit bench kernels       one kernel at a time
     quantkit bench engine        whole answers: tokens per second, waiting times, memory
     quantkit bench step          one decode step on a GPU: kernels, gaps, the host's share
+    quantkit bench batching      static, continuous and paged batches; cold and shared prefixes
     quantkit bench speculative   decoding with guesses, against plain decoding
     quantkit bench serve         a running server, as its clients see it
     """
 
 
+command.add_command(batching_command)
 command.add_command(serve_command)
 command.add_command(speculative_command)
 command.add_command(step_command)

@@ -10,7 +10,7 @@ CORE = DECLARED[""]
 # Extra -> where modules stand that load its packages. All other modules load without it.
 ROOMS = {
     "serve": ("runtime/server/", "quantkit/deploy/", "eval/behaviour/"),
-    "report": ("eval/report/",),
+    "report": ("eval/report/", "eval/batching/plot.py"),
     "gguf": (
         "quantkit/gguf_import/",
         "quantkit/gguf_export/",

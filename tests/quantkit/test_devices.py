@@ -86,6 +86,7 @@ def test_every_command_refuses_it_in_one_line(
         ("bench", "kernels"),
         ("bench", "engine", "demo-draft"),
         ("bench", "step", "demo-draft"),
+        ("bench", "batching", "demo-draft"),
         ("bench", "speculative", "demo-draft", "--speculative", "ngram"),
     )
     for command in commands:

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[tuple[list[str], str], ...]] = {
     "report": (
         (["demo"], "a report needs matplotlib"),
         (["compare", "demo-draft", "-o", "report"], "a report needs matplotlib"),
+        (["bench", "batching", "demo-draft", "--plot", "batching.png"], "--plot needs matplotlib"),
     ),
     "gguf": (
         (["import", "model.gguf", "-o", "model"], "quantkit import needs gguf"),

@@ -23,6 +23,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/eval/peers/test_peers.py": 19,
     "tests/eval/report/test_report_files.py": 10,
     "tests/eval/test_behaviour_docs.py": 25,
+    "tests/eval/test_bench_batching.py": 15,
     "tests/eval/test_compare.py": 130,
     "tests/eval/test_plan_parallel.py": 4,
     "tests/eval/test_quality_backends.py": 37,
