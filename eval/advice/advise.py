@@ -165,7 +165,10 @@ def _speculation(best: Option, asked: Asked) -> Reason:
     if pays is None:
         return Reason("speculation", "none", f"{words}, and no acceptance brings a tenth", formula)
     chosen = f"ngram,k={GUESSES}" if speculates(best, asked) else "none"
-    return Reason("speculation", chosen, f"{words}: guesses bring a tenth from an acceptance of {pays:.2f} on", formula)
+    why = f"{words}: guesses bring a tenth from an acceptance of {pays:.2f} on"
+    if chosen == "none" and pays <= PAYS_FROM:
+        why += f", which --goal {asked.goal} does not ask for"
+    return Reason("speculation", chosen, why, formula)
 
 
 def speculates(best: Option, asked: Asked) -> bool:

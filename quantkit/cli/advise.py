@@ -12,7 +12,7 @@ _GOAL = "latency: one answer soon; throughput: tokens a second of a GPU; memory:
 _REQUESTS = "Requests at once that must fit; default: one, for throughput as many as fit."
 
 
-@click.command("advise", short_help="One recommendation for a model, a GPU and a goal, with reasons and commands.")
+@click.command("advise", short_help="One recommendation for a goal: reasons, commands.")
 @click.argument("model")
 @click.option("--gpu", metavar="NAME", help="Such as h200 or rtx4090; default: the one here.")
 @click.option("--goal", required=True, type=click.Choice(_GOALS), help=_GOAL)

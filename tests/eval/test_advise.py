@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+from gguf_files import gguf_pair
 from quantkit.cli import cli
 from quantkit.errors import InputError
 from quantkit.eval.advice.advice import GOALS, Goal
@@ -137,11 +138,11 @@ def test_what_is_quantized_stays_as_it_is(quantized_draft: Callable[..., Path]) 
     assert not any(line.startswith("quantkit quantize") for line in advice_of(found).commands)
 
 
-def test_a_gguf_file_is_served_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli) -> None:
+def test_a_gguf_file_is_served_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    file = tmp_path / "draft.gguf"
-    assert run_cli("quantize", "demo-draft", "-r", "q8_0", "-o", file, "--quality-windows", "0")[0] == 0
-    found = decided(str(file), "memory", "l4")
+    file = gguf_pair("llama", tmp_path)[0]
+    assert file.suffix == ".gguf"
+    found = decided(str(file), "memory", "l4", prompt=16, new=8)
     assert found.best.format == AS_IT_IS
     assert any(str(file) in line for line in advice_of(found).commands)
 
