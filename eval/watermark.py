@@ -28,7 +28,7 @@ from quantkit.runtime.watermark_detector import FALSE_POSITIVES, detect_watermar
 
 PROMPT_TOKENS = 16
 WINDOW = 256  # tokens of held-out text that are scored at a time
-WINDOWS = 64  # of the first of them
+WINDOWS = 64  # the first of them
 _SECRET = "the key of a measurement"
 
 
@@ -50,14 +50,21 @@ class WatermarkResult:
 
 
 def measure_watermark(
-    llm: LLM, *, answers: int = 128, tokens: int = 200, keys: int = 20_000, gamma: float = GAMMA, delta: float = DELTA
+    llm: LLM,
+    *,
+    answers: int = 128,
+    tokens: int = 200,
+    keys: int = 20_000,
+    gamma: float = GAMMA,
+    delta: float = DELTA,
+    windows: int = WINDOWS,
 ) -> WatermarkResult:
     """Everything that `WatermarkResult` says; an answer counts as found where its text is, tokenized again."""
     mark = Watermark(_SECRET, gamma, delta)
     marked = [text for text, _ in drawn_answers(llm, answers, tokens, mark)]
     plain = [ids for _, ids in drawn_answers(llm, answers, tokens, None)]
     scores = [detect_watermark(text, mark.key, tokenizer=llm.tokenizer, gamma=gamma) for text in marked]
-    kl, before, after = held_out_cost(llm, mark)
+    kl, before, after = held_out_cost(llm, mark, windows)
     return WatermarkResult(
         gamma=gamma,
         delta=delta,
@@ -104,11 +111,11 @@ def least_green(tokens: int, gamma: float) -> int:
     return next((few for few in range(tokens + 1) if score(tokens, few, gamma).found(FALSE_POSITIVES)), tokens + 1)
 
 
-def held_out_cost(llm: LLM, mark: Watermark) -> tuple[float, float, float]:
+def held_out_cost(llm: LLM, mark: Watermark, windows: int = WINDOWS) -> tuple[float, float, float]:
     """Divergence of the watermarked distribution from the model's over held-out text, and its perplexity in both."""
     ids = torch.tensor(llm.encode(HELDOUT_TEXT.read_text(encoding="utf-8")))
-    windows = ids.split(WINDOW)[:WINDOWS]
-    losses = [_window_cost(score_tokens(llm.engine, part[:-1]), part, mark) for part in windows]
+    parts = ids.split(WINDOW)[:windows]
+    losses = [_window_cost(score_tokens(llm.engine, part[:-1]), part, mark) for part in parts]
     kl, plain, marked = torch.cat(losses, 1).mean(1).tolist()
     return kl, math.exp(plain), math.exp(marked)
 
