@@ -1,11 +1,12 @@
 """What a watermark brings and costs: how many answers show it, how many plain ones seem to, and what the text loses.
 
 python -m quantkit.eval.watermark demo --answers 128
-python -m quantkit.eval.watermark demo --answers 64 --delta 1 --json
+python -m quantkit.eval.watermark demo --answers 64 --delta 1
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quantkit.bundled import HELDOUT_TEXT
-from quantkit.cli.common import json_option, print_json, print_table
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.watermark import DELTA, GAMMA, Watermark, key_seed
 from quantkit.runtime.llm import LLM
@@ -139,14 +139,10 @@ def _window_cost(logits: Tensor, ids: Tensor, mark: Watermark) -> Tensor:
 @click.option("--keys", default=20_000, show_default=True, help="Tried on every plain answer.")
 @click.option("--gamma", default=GAMMA, show_default=True, help="Share of green tokens.")
 @click.option("--delta", default=DELTA, show_default=True, help="Added to their logits.")
-@json_option
-def main(model: str, as_json: bool, **given: Any) -> None:
-    """Answers of MODEL with and without a watermark, and what the watermark costs."""
+def main(model: str, **given: Any) -> None:
+    """Answers of MODEL with and without a watermark, and what the watermark costs, as one JSON object."""
     result = measure_watermark(LLM(model, max_sequences=64), **given)
-    if as_json:
-        print_json(asdict(result))
-        return
-    print_table(f"{model}: watermark", ["what", "value"], [[name, value] for name, value in asdict(result).items()])
+    click.echo(json.dumps(asdict(result), indent=2))
 
 
 if __name__ == "__main__":
