@@ -1,11 +1,12 @@
 """What a watermark brings and costs: how many answers show it, how many plain ones seem to, and what the text loses.
 
 python -m quantkit.eval.watermark demo --answers 128
-python -m quantkit.eval.watermark demo --answers 64 --delta 1 --json
+python -m quantkit.eval.watermark demo --answers 64 --delta 1
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quantkit.bundled import HELDOUT_TEXT
-from quantkit.cli.common import json_option, print_json, print_table
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.watermark import DELTA, GAMMA, Watermark, key_seed
 from quantkit.runtime.llm import LLM
@@ -28,7 +28,7 @@ from quantkit.runtime.watermark_detector import FALSE_POSITIVES, detect_watermar
 
 PROMPT_TOKENS = 16
 WINDOW = 256  # tokens of held-out text that are scored at a time
-WINDOWS = 64  # of the first of them
+WINDOWS = 64  # the first of them
 _SECRET = "the key of a measurement"
 
 
@@ -50,14 +50,21 @@ class WatermarkResult:
 
 
 def measure_watermark(
-    llm: LLM, *, answers: int = 128, tokens: int = 200, keys: int = 20_000, gamma: float = GAMMA, delta: float = DELTA
+    llm: LLM,
+    *,
+    answers: int = 128,
+    tokens: int = 200,
+    keys: int = 20_000,
+    gamma: float = GAMMA,
+    delta: float = DELTA,
+    windows: int = WINDOWS,
 ) -> WatermarkResult:
     """Everything that `WatermarkResult` says; an answer counts as found where its text is, tokenized again."""
     mark = Watermark(_SECRET, gamma, delta)
     marked = [text for text, _ in drawn_answers(llm, answers, tokens, mark)]
     plain = [ids for _, ids in drawn_answers(llm, answers, tokens, None)]
     scores = [detect_watermark(text, mark.key, tokenizer=llm.tokenizer, gamma=gamma) for text in marked]
-    kl, before, after = held_out_cost(llm, mark)
+    kl, before, after = held_out_cost(llm, mark, windows)
     return WatermarkResult(
         gamma=gamma,
         delta=delta,
@@ -104,11 +111,11 @@ def least_green(tokens: int, gamma: float) -> int:
     return next((few for few in range(tokens + 1) if score(tokens, few, gamma).found(FALSE_POSITIVES)), tokens + 1)
 
 
-def held_out_cost(llm: LLM, mark: Watermark) -> tuple[float, float, float]:
+def held_out_cost(llm: LLM, mark: Watermark, windows: int = WINDOWS) -> tuple[float, float, float]:
     """Divergence of the watermarked distribution from the model's over held-out text, and its perplexity in both."""
     ids = torch.tensor(llm.encode(HELDOUT_TEXT.read_text(encoding="utf-8")))
-    windows = ids.split(WINDOW)[:WINDOWS]
-    losses = [_window_cost(score_tokens(llm.engine, part[:-1]), part, mark) for part in windows]
+    parts = ids.split(WINDOW)[:windows]
+    losses = [_window_cost(score_tokens(llm.engine, part[:-1]), part, mark) for part in parts]
     kl, plain, marked = torch.cat(losses, 1).mean(1).tolist()
     return kl, math.exp(plain), math.exp(marked)
 
@@ -132,14 +139,10 @@ def _window_cost(logits: Tensor, ids: Tensor, mark: Watermark) -> Tensor:
 @click.option("--keys", default=20_000, show_default=True, help="Tried on every plain answer.")
 @click.option("--gamma", default=GAMMA, show_default=True, help="Share of green tokens.")
 @click.option("--delta", default=DELTA, show_default=True, help="Added to their logits.")
-@json_option
-def main(model: str, as_json: bool, **given: Any) -> None:
-    """Answers of MODEL with and without a watermark, and what the watermark costs."""
+def main(model: str, **given: Any) -> None:
+    """Answers of MODEL with and without a watermark, and what the watermark costs, as one JSON object."""
     result = measure_watermark(LLM(model, max_sequences=64), **given)
-    if as_json:
-        print_json(asdict(result))
-        return
-    print_table(f"{model}: watermark", ["what", "value"], [[name, value] for name, value in asdict(result).items()])
+    click.echo(json.dumps(asdict(result), indent=2))
 
 
 if __name__ == "__main__":

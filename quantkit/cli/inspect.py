@@ -23,7 +23,7 @@ _LAUNCH = (
 )
 
 
-@click.command("inspect", short_help="Show what is inside a checkpoint and which engines load it.")
+@click.command("inspect", short_help="Show what is in a checkpoint and which engines load it.")
 @click.argument("checkpoint", required=False)
 @click.option("--gpu", metavar="NAME", help="What the runtime would do on this GPU, here or not: l4, a100-80, h100.")
 @click.option("--launch", is_flag=False, flag_value="commands", metavar="[ENGINE|kubernetes]", help=_LAUNCH)

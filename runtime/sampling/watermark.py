@@ -45,12 +45,12 @@ def green(seed: Tensor, before: Tensor, tokens: Tensor, least: Tensor) -> Tensor
 
 def green_numbers(gamma: float) -> int:
     """How many of 2**31 numbers mean green."""
-    return round(gamma * 2**_BITS)
+    return round(gamma * (1 << _BITS))
 
 
 def green_share(gamma: float) -> float:
     """What `green_numbers` makes of gamma."""
-    return green_numbers(gamma) / 2**_BITS
+    return green_numbers(gamma) / (1 << _BITS)
 
 
 def _shifted(number: Tensor, bits: int) -> Tensor:

@@ -266,7 +266,7 @@ def merge_settings(
     given = {name: value for name, value in flags.items() if value is not None}
     for secret, file in _SECRETS.items():
         if secret in from_file:
-            raise InputError(f"{config}: '{secret}' cannot stand in this file; name a file with '{file}'")
+            raise InputError(f"{config}: '{secret}' cannot stand in this file; name a file of keys with '{file}'")
     merged = dict(from_file) | given
     if environment.get(KEYS_VARIABLE) and "api_keys_file" not in given:
         merged |= {"api_keys": parse_api_keys(environment[KEYS_VARIABLE]), "api_keys_file": None}

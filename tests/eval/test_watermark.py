@@ -10,7 +10,7 @@ from quantkit.eval.watermark import count_false_positives, drawn_answers, measur
 
 def test_the_small_model() -> None:
     llm = LLM("demo-draft", device="cpu", max_context=512, kv_tokens=4096, max_sequences=8)
-    found = measure_watermark(llm, answers=8, tokens=100, keys=500)
+    found = measure_watermark(llm, answers=8, tokens=100, keys=500, windows=4)
     assert (found.found, found.tokens) == (8, 100)
     assert found.median_z > 5
     assert found.false_positives <= 8 * 500 * 1e-3  # 4,000 tries say no more

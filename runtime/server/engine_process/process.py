@@ -240,7 +240,7 @@ class EngineLoop:
 
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:
     """As the server has sent them."""
-    mark = given["watermark"]
+    mark = given.get("watermark")
     rest = {"logit_bias": dict(given["logit_bias"]), "watermark": None if mark is None else Watermark(**mark)}
     return SamplingParams(**given | rest)
 

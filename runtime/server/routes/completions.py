@@ -105,7 +105,8 @@ class _Writer:
         choices: list[dict[str, Any]] = []
         for number, source in enumerate(self._call.sources):
             for index in self._best(number):
-                text, scored, reason = (one[number][index] for one in (self._texts, self._tokens, self._reasons))
+                text, scored = self._texts[number][index], self._tokens[number][index]
+                reason = self._reasons[number][index]
                 choices.append(self._choice(len(choices), text, self._whole_logprobs(source, scored), reason))
         return self._head | {"choices": choices, "usage": self._call.usage}
 

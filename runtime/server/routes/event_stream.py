@@ -31,7 +31,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, first: dict[str, Any], rest: Chunks, last: bytes) -> None:
+    def __init__(self, call: Call, first: dict[str, Any], rest: Chunks, last: bytes = _DONE) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._call = call
@@ -61,7 +61,9 @@ class EventStream(Response):
                 await _send_part(send, event(self._first))
                 async for chunk in self._rest:
                     await _send_part(send, event(chunk))
-            await _send_part(send, self._last, more=False)
+            if self._last:
+                await _send_part(send, self._last)
+            await _send_part(send, b"", more=False)
         except (OSError, ClientStalled) as error:
             return error  # the connection broke, or nobody reads it; there is nobody to tell
         except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -26,7 +28,9 @@ from quantkit.runtime.server.version import package_version
 
 router = APIRouter(tags=["TGI"])
 _ERRORS = documented(401, 408, 413, 422, 429, 500, 503, 504, tgi=True)
-_EVENTS = {200: {"model": StreamEvent, "description": "An event for each token", "content": {"text/event-stream": {}}}}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"model": StreamEvent, "description": "An event for each token", "content": {"text/event-stream": {}}}
+}
 
 
 @router.post("/generate", response_class=JSONResponse, responses={200: {"model": Generated}, **_ERRORS})

@@ -93,7 +93,7 @@ class TgiRequest(_Known):
     """POST /generate and /generate_stream"""
 
     inputs: str
-    parameters: TgiParameters = TgiParameters()
+    parameters: TgiParameters = TgiParameters.model_validate({})
 
     @field_validator("parameters", mode="before")
     @classmethod

@@ -51,7 +51,7 @@ def test_best_of_gives_the_likeliest_of_those_drawn(live_server: Any) -> None:
         (CHAT, {"use_beam_search": True}, "use_beam_search"),
         (PLAIN, {"watermark": True}, "watermark"),
         (CHAT, {"watermark": {"gamma": 0.5}}, "watermark"),
-        (PLAIN, {"watermark": {"gamma": 1}}, "watermark.gamma"),
+        (PLAIN, {"watermark": {"gamma": 1}}, "watermark"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(live_server: Any, path: str, fields: Any, param: str) -> None:
@@ -59,7 +59,7 @@ def test_what_is_not_served_is_refused_by_name(live_server: Any, path: str, fiel
     reply = live_server.ask("POST", path, body | fields)
     assert reply.status == 400
     assert reply.error["param"] == param
-    assert param.split(".")[0] in reply.error["message"]
+    assert param in reply.error["message"]
 
 
 def test_what_means_the_same_as_nothing_is_taken(live_server: Any) -> None:

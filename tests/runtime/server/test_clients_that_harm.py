@@ -78,7 +78,7 @@ def test_a_client_that_stops_reading_is_given_up(read: int, seconds: float, monk
     async def serve() -> Held:
         call = Held(seconds)
         stream = event_stream.EventStream(call, {"first": 1}, chunks())  # type: ignore[arg-type]
-        await asyncio.wait_for(stream({"type": "http"}, receive, send), 2)
+        await asyncio.wait_for(stream({"type": "http", "path": "/v1/completions", "method": "POST"}, receive, send), 2)
         return call
 
     call = asyncio.run(serve())
