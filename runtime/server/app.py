@@ -57,6 +57,7 @@ def create_app_of(
     registry = ModelRegistry(each, gpus or _watch_gpus(each), traces)
     app = FastAPI(title="quantkit", version=package_version(), docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.models = registry
+    app.state.tgi_routes = settings.tgi_routes  # in whose shape errors are
     _add_middleware(app, settings, registry)
     install_error_handlers(app)
     for router in (chat.router, completions.router, models.router, tokenize.router, health.router):
@@ -124,7 +125,7 @@ def _truthful(schema: dict[str, Any], settings: ServerSettings) -> dict[str, Any
             tgi_route = "TGI" in operation.get("tags", ())
             if not tgi_route:
                 operation["responses"].pop("422", None)
-            if not is_guarded({"path": path, "method": method.upper()}, tgi_route):
+            if not is_guarded(path, method.upper(), tgi_route):
                 continue
             if settings.api_keys:
                 operation["security"] = [{"key": []}]

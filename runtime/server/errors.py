@@ -39,10 +39,15 @@ _TGI_TYPES = {400: "validation", 401: "authentication", 404: "not_found", 413: "
               500: "generation", 503: "healthcheck"}  # fmt: skip
 
 
-def is_tgi(scope: Scope) -> bool:
-    """Whether a request is for one of TGI's routes. GET / is the page."""
-    path, method = scope["path"], scope["method"]
+def is_tgi(path: str, method: str) -> bool:
+    """Whether TGI has such a route. GET / is the page."""
     return path in _TGI_ROUTES or (path == "/" and method == "POST")
+
+
+def _speaks_tgi(scope: Scope) -> bool:
+    """Whether a request is for one of TGI's routes, and this server has them."""
+    app = scope.get("app")
+    return app is not None and getattr(app.state, "tgi_routes", False) and is_tgi(scope["path"], scope["method"])
 
 
 class ErrorDetail(BaseModel):
@@ -92,12 +97,12 @@ class ApiError(Exception):
 
     def body_for(self, scope: Scope) -> dict[str, Any]:
         """In the shape that the clients of this route understand."""
-        if not is_tgi(scope):
+        if not _speaks_tgi(scope):
             return self.body
         return {"error": str(self), "error_type": _TGI_TYPES.get(self.status, "incomplete_generation")}
 
     def response(self, scope: Scope) -> JSONResponse:
-        status = _TGI_STATUS.get(self.status, self.status) if is_tgi(scope) else self.status
+        status = _TGI_STATUS.get(self.status, self.status) if _speaks_tgi(scope) else self.status
         return JSONResponse(self.body_for(scope), status, headers=self.headers)
 
 

@@ -43,7 +43,9 @@ def test_inspect_shows_types_and_bits(run_cli: Cli, file: Path) -> None:
     found = json.loads(run_cli("inspect", file, "--json")[1])
     assert found["schemes"] == {"gguf Q4_K": 16}
     assert found["gguf_types"]["Q4_K"] == {"tensors": 16, "weights": 950272, "bits_per_weight": 4.5}
-    assert [engine["engine"] for engine in found["engines"] if engine["loads"]] == ["quantkit"]
+    loads = {engine["engine"]: engine["loads"] for engine in found["engines"]}
+    assert all(loads[engine] for engine in ("quantkit", "llama.cpp", "Ollama"))
+    assert loads["TGI"] is False
     assert "weight-only kernels" in run_cli("inspect", file, "--gpu", "l4")[1]
 
 

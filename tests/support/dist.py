@@ -39,9 +39,10 @@ def packaged(files: Iterable[PurePosixPath]) -> set[str]:
         if file.parts[0] == "quantkit"
         and str(file) not in {f"quantkit/{folder}" for folder in LINKED}
         and not file.is_relative_to("quantkit/bundled/training")
+        and not file.is_relative_to("quantkit/runtime/server/compose")  # which builds an image of the repository
         and (
             not file.is_relative_to("quantkit/eval/results")
-            or file.name in ("interop.csv", "engine.csv", "recipe_quality.csv")
+            or file.name in ("interop.csv", "gguf.csv", "engine.csv", "recipe_quality.csv")
         )
         and str(file) not in ("quantkit/kernels/README.md", "quantkit/runtime/README.md")
     }

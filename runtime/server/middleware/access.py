@@ -31,9 +31,9 @@ BODY_SECONDS = 60.0  # for a body to arrive
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
 
 
-def is_guarded(scope: Scope, tgi_routes: bool) -> bool:
+def is_guarded(path: str, method: str, tgi_routes: bool) -> bool:
     """Whether a request must show a key, counts for a limit, and may have a body."""
-    return scope["path"].startswith(GUARDED) or (tgi_routes and is_tgi(scope))
+    return path.startswith(GUARDED) or (tgi_routes and is_tgi(path, method))
 
 
 class RateLimit:
@@ -65,7 +65,8 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        guarded = is_guarded(scope, self._settings.tgi_routes) and scope["method"] != "OPTIONS"
+        path, method = scope["path"], scope["method"]
+        guarded = is_guarded(path, method, self._settings.tgi_routes) and method != "OPTIONS"
         try:
             self._check_host(scope)
             if guarded:
