@@ -82,17 +82,26 @@ def test_speeds_on_a_cpu_are_those_of_rows() -> None:
         measured = list(csv.DictReader(file))
     page = PAGES["docs/performance/index.md"]
     tables = re.findall(
-        r"^\| (\S+).* \| 1 request \| prompt of 128 \| 8 requests \|\n.*\n((?:\|.*\n)+)", page, re.MULTILINE
+        r"^\| ([^|]+) \| 1 request \| prompt of 128 \| 8 requests \|\n.*\n((?:\|.*\n)+)", page, re.MULTILINE
     )
-    models = {"Qwen2.5-1.5B's": "qwen2.5-1.5b", "SmolLM2-135M": "smollm2-135m", "`demo`": "demo"}
-    assert [models[name] for name, _ in tables] == list(dict.fromkeys(row["model"] for row in measured))
+    arm, x86 = "CPU, aarch64", "CPU, x86_64"
+    models = {
+        "Qwen2.5-1.5B's shape": ("qwen2.5-1.5b", arm),
+        "SmolLM2-135M": ("smollm2-135m", arm),
+        "`demo`": ("demo", arm),
+        "Qwen2.5-1.5B's shape, x86": ("qwen2.5-1.5b", x86),
+    }
+    assert [models[name] for name, _ in tables] == list(
+        dict.fromkeys((row["model"], row["machine"]) for row in measured)
+    )
     for name, lines in tables:
         for line in lines.splitlines():
             label, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
             engine = "llama.cpp" if label.endswith("llama-bench") else "quantkit"
             for load, cell in zip(("1 request", "prompt 128", "8 requests"), cells, strict=True):
-                asked = (models[name], engine, load)
-                same = [row for row in measured if (row["model"], row["engine"], row["load"]) == asked]
+                asked = (*models[name], engine, load)
+                columns = ("model", "machine", "engine", "load")
+                same = [row for row in measured if tuple(row[column] for column in columns) == asked]
                 speeds = [float(row["tokens_per_second"]) for row in same]
                 said = {f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}" for speed in speeds}
                 assert cell in (said or {""}), (label, load)
