@@ -180,6 +180,17 @@ def run_cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[
     root.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _logs_end_with_their_test() -> Iterator[None]:
+    """What a test makes of the root logger, as a server's start in this process does, is gone afterwards."""
+    root = logging.getLogger()
+    before, level = set(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - before:
+        root.removeHandler(handler)
+    root.setLevel(level)
+
+
 @pytest.fixture
 def assert_refused(run_cli: Callable[..., tuple[int, str, str]]) -> Callable[..., None]:
     """`assert_refused(folder, *arguments, words=...)`: one line, exit code 2, and the folder is as it was."""
