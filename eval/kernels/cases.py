@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats import Awq, CtFloat8, CtInt8, CtMxfp4, CtNvfp4, CtPacked, Format, Fp4, LlmInt8, Nf4
+from quantkit.runtime.core.kv_dtypes import KV_DTYPES, KvKind, kv_kind
 
 UNQUANTIZED = "bf16"  # computed in --dtype
 ATTENTION = "attention"
@@ -129,13 +132,18 @@ class AttentionCase:
     kv_heads: int
     head_dim: int
     dtype: str
+    kv_dtype: str = "auto"  # as an engine is told; auto: as activations
 
     what = "attention"
     rate_factor = 1
 
     @property
+    def cache(self) -> KvKind:
+        return kv_kind(self.kv_dtype, getattr(torch, self.dtype))
+
+    @property
     def format(self) -> str:
-        return self.dtype  # of the cache
+        return self.cache.label
 
     @property
     def layer(self) -> str:
@@ -147,7 +155,7 @@ class AttentionCase:
 
     @property
     def name(self) -> str:
-        return f"attention {self.layer}"
+        return f"attention {self.layer} {self.kv_dtype}".removesuffix(" auto")
 
     @property
     def new(self) -> int:
@@ -161,7 +169,7 @@ class AttentionCase:
     @property
     def cold_bytes(self) -> int:
         """Of keys and values."""
-        return 2 * 2 * self.batch * self.length * self.kv_heads * self.head_dim
+        return 2 * self.batch * self.length * self.kv_heads * self.cache.token_bytes(self.head_dim)
 
     @property
     def bytes(self) -> int:
@@ -178,11 +186,20 @@ Case = LinearCase | AttentionCase
 
 
 def make_cases(
-    formats: Sequence[str], shapes: Sequence[str], tokens: Sequence[int], dtype: str, *, on_gpu: bool
+    formats: Sequence[str],
+    shapes: Sequence[str],
+    tokens: Sequence[int],
+    dtype: str,
+    kv_dtypes: Sequence[str] = ("auto",),
+    *,
+    on_gpu: bool,
 ) -> list[Case]:
     """Everything to measure, cases of one weight behind each other; InputError where a name or size is wrong."""
     if dtype not in DTYPES:
         raise InputError(f"dtype is '{dtype}', but must be {' or '.join(DTYPES)}")
+    for kv_dtype in kv_dtypes:
+        if kv_dtype not in KV_DTYPES:
+            raise InputError(f"unknown kv-dtype '{kv_dtype}'; {did_you_mean(kv_dtype, KV_DTYPES)}")
     chosen = NAMES if "all" in formats else tuple(dict.fromkeys(formats))
     for name in chosen:
         if name not in NAMES:
@@ -193,7 +210,7 @@ def make_cases(
     cases: list[Case] = []
     for name in chosen:
         if name == ATTENTION:
-            cases += _attention_cases(shapes, dtype, on_gpu)
+            cases += _attention_cases(shapes, dtype, kv_dtypes, on_gpu)
             continue
         for (layer, outputs, inputs), count in itertools.product(layers, tokens):
             case = LinearCase(name, layer, outputs, inputs, count, dtype)
@@ -219,14 +236,15 @@ def _layers(shape: str) -> list[tuple[str, int, int]]:
     raise InputError(f"unknown shape '{shape}', and not OUTxIN such as 4096x4096; {did_you_mean(shape, MODELS)}")
 
 
-def _attention_cases(shapes: Sequence[str], dtype: str, on_gpu: bool) -> list[AttentionCase]:
+def _attention_cases(shapes: Sequence[str], dtype: str, kv_dtypes: Sequence[str], on_gpu: bool) -> list[AttentionCase]:
     """With the heads of the named models; of the first one known where only plain sizes are given."""
     models = [MODELS[shape] for shape in dict.fromkeys(shapes) if shape in MODELS] or [MODELS["llama-3.1-8b"]]
     decode, prefill = (DECODE, PREFILL) if on_gpu else (DECODE_ON_CPU, PREFILL_ON_CPU)
     sizes = [("decode", *size) for size in decode] + [("prefill", *size) for size in prefill]
     return [
-        AttentionCase(kind, batch, length, model.heads, model.kv_heads, model.head_dim, dtype)
+        AttentionCase(kind, batch, length, model.heads, model.kv_heads, model.head_dim, dtype, kv_dtype)
         for model in models
+        for kv_dtype in dict.fromkeys(kv_dtypes)
         for kind, batch, length in sizes
     ]
 

@@ -19,12 +19,14 @@ from quantkit.formats import Fp4, IntegerWeight, LlmInt8, Nf4
 
 
 class Torch(Contender):
-    """The 16-bit product of the same shape; for prompts, scaled_dot_product_attention on contiguous keys."""
+    """The 16-bit product of the same shape; for prompts, scaled_dot_product_attention on contiguous 16-bit keys."""
 
     name = "torch"
 
     def supports(self, problem: Problem) -> bool:
-        return isinstance(problem, LinearProblem) or problem.case.kind == "prefill"
+        if isinstance(problem, LinearProblem):
+            return True
+        return problem.case.kind == "prefill" and problem.case.format == problem.case.dtype
 
     def prepare(self, problem: Problem) -> Compute:
         if isinstance(problem, AttentionProblem):

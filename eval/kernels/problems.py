@@ -170,6 +170,7 @@ def _batch(case: AttentionCase, device: torch.device, seed: int) -> Batch:
         group=case.heads // case.kv_heads,
         head_dim=case.head_dim,
         dtype=getattr(torch, case.dtype),
+        cache_dtype=case.cache.dtype if case.cache.codes is None else case.cache.codes.dtype,
         device=device,
         seed=seed,
     )

@@ -19,7 +19,9 @@ def tables(report: Report, *, explain: bool = False) -> list[Table]:
         if not rows:
             continue
         peers = [name for name in PEERS if any(name in row.peers for row in rows)]
-        first = ["format", "layer", "M", "us"] if what == "linear" else ["case", "heads", "us", "TB/s", "TFLOP/s"]
+        first = (
+            ["format", "layer", "M", "us"] if what == "linear" else ["case", "cache", "heads", "us", "TB/s", "TFLOP/s"]
+        )
         columns = [*first, "% of limit", "limit", *(f"vs {name}" for name in peers), *["kernel"] * explain]
         cells = [_cells(row, report.limits, peers) + [row.explanation] * explain for row in rows]
         found.append((f"{title}, {rows[0].case.dtype}, on {_machine(report)}", columns, cells))
@@ -29,7 +31,7 @@ def tables(report: Report, *, explain: bool = False) -> list[Table]:
 def _cells(row: Measured, limits: Limits, peers: Sequence[str]) -> list[str]:
     case, times = row.case, row.times
     linear = case.what == "linear"
-    cells = [case.format, case.layer, str(case.tokens)] if linear else [case.layer, case.shape]
+    cells = [case.format, case.layer, str(case.tokens)] if linear else [case.layer, case.format, case.shape]
     if times is None:
         cells += ["WRONG"] if linear else ["WRONG", "", ""]
         return [*cells, "", f"error {row.error:.2g}", *[""] * len(peers)]

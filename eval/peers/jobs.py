@@ -65,6 +65,13 @@ JOBS = (
     Job("auto-round", "auto-round"),
     Job("auto-round", "auto-round", steps=1000, model="smollm2"),  # an hour of two cores for the bundled model
     Job("auto-round", "auto-round", 3),
+    Job("auto-round", "auto-round asym", 3, model="smollm2"),
+    Job("auto-round", "auto-round asym", 3, steps=1000, model="smollm2"),
+    Job("auto-round", "auto-round asym", 2, model="smollm2"),
+    Job("auto-round", "auto-round asym", 2, steps=1000, model="smollm2"),
+    Job("quantkit", "tuned", model="smollm2"),
+    Job("quantkit", "tuned", 3, model="smollm2"),
+    Job("quantkit", "tuned", 2, model="smollm2"),
     # Groups of 32 and of 16 within blocks of 256: rows of 576 do not divide, and a file that was 4 bits in groups of 32
     # before would come back as it was.
     Job("quantkit", "gptq", group=32, model="demo"),

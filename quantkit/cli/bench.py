@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_FORMATS = "w4,nf4,llm-int8,w8a8,fp8"
 DEFAULT_SHAPE = "llama-3.1-8b"
 _FORMATS = f"Formats, attention, or all; default: {DEFAULT_FORMATS}."
+_CACHES = "Of attention: auto (as activations), bf16, fp8, int8, int4."
 _SHAPES = f"Models, or layers as OUTxIN; default: {DEFAULT_SHAPE}."
 _SHAPE_FORMATS = "Of a shape: formats of `bench kernels`, or recipes; default: w4,nf4,llm-int8,bf16."
 _PEERS = "torch, tinygemm, gemlite, bitsandbytes; default: those installed."
@@ -56,6 +57,7 @@ command.add_command(step_command)
 @click.option("--shape", "shapes", multiple=True, metavar="S", help=_SHAPES)
 @click.option("--against", multiple=True, metavar="PEER", help=_PEERS)
 @click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of activations: bfloat16 or float16.")
+@click.option("--kv-dtype", default="auto", show_default=True, metavar="KIND", help=_CACHES)
 @click.option("--repeat", type=click.IntRange(min=1), metavar="N", help="Timings per number; default: 20, on a CPU 5.")
 @device_option
 @click.option(
@@ -71,6 +73,7 @@ def kernels(
     shapes: tuple[str, ...],
     against: tuple[str, ...],
     dtype: str,
+    kv_dtype: str,
     repeat: int | None,
     device: str,
     tune: bool,
@@ -85,6 +88,7 @@ def kernels(
     quantkit bench kernels
     quantkit bench kernels --format w4,nf4 --m 1,8,64 --shape llama-3.2-1b
     quantkit bench kernels --format attention --against torch
+    quantkit bench kernels --format attention --kv-dtype bf16,fp8,int8,int4
     quantkit bench kernels --format all --shape 4096x4096 --explain --no-save
     quantkit bench kernels --format w4 --shape qwen2.5-7b --tune
 
@@ -100,7 +104,7 @@ def kernels(
 
     where = resolve_device(device)
     names, models = _split(*formats) or _split(DEFAULT_FORMATS), _split(*shapes) or [DEFAULT_SHAPE]
-    cases = make_cases(names, models, _numbers(tokens), dtype, on_gpu=where != "cpu")
+    cases = make_cases(names, models, _numbers(tokens), dtype, _split(kv_dtype), on_gpu=where != "cpu")
     peers = choose_peers(_split(*against) or None)
     path = results_path(output, not no_save)
     if tune:

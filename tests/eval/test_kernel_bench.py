@@ -118,6 +118,7 @@ def test_where_rows_go(run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (("--m", "1,two"), ("--m is '1,two'", "whole numbers")),
         (("--m", "0"), ("1 or more",)),
         (("--dtype", "float32"), ("bfloat16 or float16",)),
+        (("--kv-dtype", "int3"), ("unknown kv-dtype 'int3'", "did you mean 'int8'")),
         (("--device", "tpu"), ("'tpu'", "auto, cpu, cuda or cuda:N")),
         (("--output", "missing/kernels.csv"), ("missing", "does not exist")),
         (("--output", "kernels.csv", "--no-save"), ("--output", "--no-save")),
@@ -205,6 +206,21 @@ def test_percent_of_the_limit() -> None:
     prefill, decode = (make_cases(["attention"], ["llama-3.1-8b"], [1], "bfloat16", on_gpu=True)[i] for i in (8, 0))
     assert prefill.operations == pytest.approx(4 * 128 * 32 * 8 * 1024**2 / 2, rel=1e-2)
     assert decode.bytes == pytest.approx(2 * 1024 * 8 * 128 * 2, rel=1e-2)
+
+
+def test_attention_over_every_kind_of_cache(run_cli: Cli) -> None:
+    kinds = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
+    code, out, _ = run_cli(
+        "bench", "kernels", "--device", "cpu", "--format", "attention", "--kv-dtype", ",".join(kinds), "--repeat", 1,
+        "--no-save", "--json",
+    )  # fmt: skip
+    rows = json.loads(out)["rows"]
+    assert (code, [row["wrong"] for row in rows]) == (0, [False] * len(rows))
+    moved = {row["format"]: row["bytes"] for row in rows if row["layer"] == "decode 1x128"}
+    assert list(moved) == list(kinds.values())
+    entries = 2 * 128 * 8  # of keys and of values: tokens and heads, with a word each where there are words
+    saved = [(moved["bfloat16"] - count) / entries for count in moved.values()]
+    assert saved == [0, 128, 128 - 4, 192 - 8]
 
 
 def test_works_without_triton() -> None:

@@ -1,4 +1,4 @@
-"""Learned rounding by auto-round, symmetric, in the layout of GPTQ; the number of steps is its own unless given."""
+"""Learned rounding by auto-round in the layout of GPTQ, symmetric or `asym`; its own number of steps unless given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ samples = task.samples
 rounding = AutoRound(
     AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
     AutoTokenizer.from_pretrained(task.model),
-    scheme={"bits": task.bits, "group_size": task.group, "sym": True, "data_type": "int", "act_bits": 16},
+    scheme={
+        "bits": task.bits,
+        "group_size": task.group,
+        "sym": not task.method.endswith(" asym"),
+        "data_type": "int",
+        "act_bits": 16,
+    },
     dataset=[{"input_ids": ids[None], "attention_mask": ids.new_ones(1, len(ids))} for ids in samples],
     iters=task.steps,
     seqlen=len(samples[0]),
