@@ -4,8 +4,8 @@
     escalate    the members as they are listed, from the one on that the request's field `escalate` asks for
 
 Each is asked in turn as if it had been named, until one takes the request. A member passes on what its context does not
-hold with the whole answer, what it has no means for, and everything while its queue is full or its engine down; also
-when the engine dies before the first token was sent. What is wrong for every model ends the search at once.
+hold with the whole answer, what it has no means for, and everything while its queue is full or its engine down. What
+is wrong for every model ends the search at once. So does an engine that dies with the request, which may be the cause.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from quantkit.runtime.server.engine_process.pending import EngineDied
 from quantkit.runtime.server.errors import TOO_LONG, ApiError, CannotAnswer
-from quantkit.runtime.server.logs import note_model
+from quantkit.runtime.server.logs import note_model, noted
 from quantkit.runtime.server.metrics import RoutingReason
 from quantkit.runtime.server.models.admission import QUEUE_FULL
 from quantkit.runtime.server.models.registry import ModelRegistry, find_model, registry
@@ -61,6 +61,13 @@ class Attempt:
             self.model.metrics.request_routed(self.virtual, self.reason)
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    model: ServedModel
+    error: ApiError | EngineDied
+    reason: RoutingReason
+
+
 async def routed(
     request: Request, body: SharedFields, answer: Callable[[Attempt], Awaitable[Response]]
 ) -> Response:  # fmt: skip
@@ -71,17 +78,17 @@ async def routed(
         named = attempt_at(request, body.model)
         _refuse_escalation(models, body, named.name)
         return await answer(named)
-    refusals: list[tuple[ServedModel, ApiError | EngineDied]] = []
+    refusals: list[_Refusal] = []
     for attempt in _attempts(models, virtual, body):
         note_model(request.scope, attempt.name)
-        reason = why_passed_on(refusals[0][1]) if refusals else None
         try:
-            return await answer(attempt if reason is None else replace(attempt, reason=reason))
+            return await answer(replace(attempt, reason=refusals[0].reason) if refusals else attempt)
         except (ApiError, EngineDied) as error:
-            if why_passed_on(error) is None:
+            reason = why_passed_on(error)
+            if reason is None or noted(request.scope).accepted:
                 raise
-            refusals.append((attempt.model, error))
-    raise _verdict(virtual.name, refusals)
+            refusals.append(_Refusal(attempt.model, error, reason))
+    raise _verdict(refusals)
 
 
 def attempt_at(request: Request, name: str | None) -> Attempt:
@@ -99,7 +106,7 @@ def why_passed_on(error: BaseException | None) -> RoutingReason | None:
 
 
 def _attempts(models: ModelRegistry, virtual: VirtualModel, body: SharedFields) -> list[Attempt]:
-    """In the order in which they are made; `reason` is for the first, who takes over says why."""
+    """In the order in which they are made. `reason` is that of the first; another one has that of its refusal."""
     if body.token_id_field is not None:
         message = f"{body.token_id_field} has token ids, which mean something else to each model of '{virtual.name}'"
         message += f"; send text, or name one of: {', '.join(virtual.members)}"
@@ -126,11 +133,11 @@ def _refuse_escalation(models: ModelRegistry, body: SharedFields, name: str) -> 
         raise ApiError(400, message + (", ".join(able) or "none"), param="escalate", code="invalid_value")
 
 
-def _verdict(name: str, refusals: Sequence[tuple[ServedModel, ApiError | EngineDied]]) -> ApiError | EngineDied:
+def _verdict(refusals: Sequence[_Refusal]) -> ApiError | EngineDied:
     """What a client is told whom nobody answers: that nobody could, or else to try again, or else the last word."""
-    longest, error = max(refusals, key=lambda refusal: refusal[0].info.max_context)
-    if why_passed_on(error) == "context":
-        message = f"{error}; no model of '{name}' has longer ones than '{longest.names[0]}'"
-        return CannotAnswer(message, code=TOO_LONG)
-    others = [error for _, error in refusals]
-    return next((one for one in others if why_passed_on(one) in ("unavailable", "busy")), others[-1])
+    longest = max(refusals, key=lambda refusal: refusal.model.info.max_context)
+    if longest.reason == "context":
+        name = longest.model.names[0]
+        return CannotAnswer(f"{longest.error}; of the models asked, '{name}' has the longest", code=TOO_LONG)
+    passing = [refusal.error for refusal in refusals if refusal.reason in ("unavailable", "busy")]
+    return passing[0] if passing else refusals[-1].error

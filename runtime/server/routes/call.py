@@ -172,7 +172,8 @@ class Call:
             }
         note(self._request.scope, **told)
         traces = registry(self._request).traces
-        if traces is not None and not self._attempt.passes_on(error):
+        passed_on = self.submitted is None and self._attempt.passes_on(error)
+        if traces is not None and not passed_on:
             traces.record(self._traced(usage, told["error"]))
 
     def _traced(self, usage: dict[str, Any], error: str | None) -> TracedRequest:

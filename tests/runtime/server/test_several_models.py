@@ -120,9 +120,7 @@ def test_a_virtual_model_of_the_file_goes_by_weights(
 
 
 def test_a_name_that_is_not_there(served: Any, client: openai.OpenAI) -> None:
-    with pytest.raises(
-        openai.NotFoundError, match="no model 'other' here; this server has: large, small, packed"
-    ):
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here; this server has: large, small, packed"):
         say(client, "other", "Hello")
     status, _, text = served.ask("POST", "/v1/completions", {"prompt": "Hello"})
     assert (status, json.loads(text)["error"]["param"]) == (400, "model")
