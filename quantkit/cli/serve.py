@@ -68,6 +68,9 @@ def command(models: tuple[str, ...], config: str | None, **flags: Any) -> None:
     quantkit serve small=model-w4 large=org/model --cache-split small=30,large=70
     quantkit serve --config server.yaml
 
+    In the file, virtual_models are names that stand for several models: each request gets the cheapest that can answer,
+    or asks for the next one (escalate).
+
     Flags win over the file, QUANTKIT_API_KEYS (keys, separated by commas) over its api_keys_file. The page at / shows
     what the server does; /metrics is for Prometheus. See docs/reference/serving.md.
     """

@@ -27,6 +27,7 @@ _OURS_ALONE = {
     "kv_pages_used",
     "request_refused",
     "requests",
+    "routed_requests",
     "shadow",
     "spec_decode_saved_seconds",
 }

@@ -23,6 +23,8 @@ from starlette.types import Scope
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.server.engine_process.pending import EngineDied
 
+TOO_LONG = "context_length_exceeded"  # the code of a request that a context does not hold
+
 _log = logging.getLogger("quantkit.server")
 _FIELD_FIRST = re.compile(r"([a-z_]+)(\[\S+\])? (is|names|must) ")  # "top_p is 3, but must be ..."
 _IN_A_FIELD = re.compile(r"a token id in ([a-z_]+) ")
@@ -104,6 +106,13 @@ class ApiError(Exception):
     def response(self, scope: Scope) -> JSONResponse:
         status = _TGI_STATUS.get(self.status, self.status) if _speaks_tgi(scope) else self.status
         return JSONResponse(self.body_for(scope), status, headers=self.headers)
+
+
+class CannotAnswer(ApiError):
+    """The request is too much for this model, but perhaps not for another one."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(400, message, param=param, code=code)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.server.engine_process.client import EngineInfo, EngineStats
 
 REASONS = ("stop", "length", "tool_calls", "abort", "error")
+RoutingReason = Literal["first", "escalated", "context", "capability", "busy", "unavailable"]
 WINDOW_SECONDS = 60.0  # of medians
 RATE_SECONDS = 5.0  # of tokens per second
 _KEPT_GAPS = 4096  # newest gaps between tokens that a median looks at
@@ -82,6 +83,12 @@ class ServerMetrics:
             ["model_name", "status"],
             registry=self._registry,
         )
+        self._routed = Counter(
+            PREFIX + "routed_requests",
+            "Requests for a virtual model that were accepted, by it and by why this one took them.",
+            ["model_name", "virtual_model", "reason"],
+            registry=self._registry,
+        )
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, ["model_name"], registry=self._registry).labels(self._model)
@@ -125,6 +132,10 @@ class ServerMetrics:
     def request_refused(self, status: int, *, model_known: bool = True) -> None:
         """A request was answered with an error and never reached the engine; it may not have said which."""
         self._refused.labels(self._model if model_known else "", str(status)).inc()
+
+    def request_routed(self, virtual_model: str, reason: RoutingReason) -> None:
+        """A request for a virtual model was accepted by this one. Both labels are words of the server."""
+        self._routed.labels(self._model, virtual_model, reason).inc()
 
     def render(self) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""

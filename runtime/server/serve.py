@@ -136,7 +136,11 @@ class _Serving:
         ]
         for model in self._models:
             self._say_ready(model, time.monotonic() - began)
-        return create_app_of(served)
+        app = create_app_of(served)
+        for virtual in app.state.models.virtual.values():
+            members = ", ".join(model.names[0] for model in app.state.models.members_of(virtual))
+            _say(f"{virtual.name} is virtual: {virtual.policy} of {members}, asked in this order")
+        return app
 
     async def _plan(self) -> dict[str, MemoryShare]:
         """Several models divide the memory before the first of them is loaded; one takes what it finds."""

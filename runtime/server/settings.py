@@ -27,6 +27,7 @@ from quantkit.runtime.server.config_file import (
     read_watermark_key,
 )
 from quantkit.runtime.server.hosts import is_loopback
+from quantkit.runtime.server.virtual_models import VirtualModel
 
 ENGINE_OPTIONS = (
     "device",
@@ -158,6 +159,7 @@ class ServerSettings(BaseModel):
     warm_up: bool = Field(
         True, description="Compile kernels and capture graphs for every load before the first request."
     )
+    virtual_models: tuple[VirtualModel, ...] = Field((), description="Of several models; written in the file alone.")
     api_keys: tuple[ApiKey, ...] = Field((), repr=False, exclude=True, description="Read from file or environment.")
     watermark_key: str | None = Field(None, repr=False, exclude=True, description="Read from the file.")
 
@@ -245,7 +247,7 @@ class ServerSettings(BaseModel):
         return matching_key(given, self.api_keys)
 
 
-FLAGS = tuple(name for name in ServerSettings.model_fields if name not in ("model", *_SECRETS))
+FLAGS = tuple(name for name in ServerSettings.model_fields if name not in ("model", "virtual_models", *_SECRETS))
 
 
 def load_settings(
@@ -299,7 +301,7 @@ def _in_words(failure: ValidationError, flags: Mapping[str, Any], config: str | 
     where = f"--{key.replace('_', '-')}" if key in flags and key != "model" else f"'{key}'"
     source = "" if key in flags or config is None else f"{config}: "
     if error["type"] == "extra_forbidden":
-        return f"{source}unknown key '{key}'; {did_you_mean(key, ('model', *FLAGS))}"
+        return f"{source}unknown key '{key}'; {did_you_mean(key, ('model', 'models', 'virtual_models', *FLAGS))}"
     if error["type"] == "value_error":
         wanted = str(error["ctx"]["error"])
     elif error["type"] in _MUST_BE:

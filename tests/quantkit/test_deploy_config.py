@@ -78,6 +78,7 @@ GOOD = {"name": "a", "path": "demo"}
         ({"models": [GOOD], "http": {"port": 70000}}, ("http.port is 70000",)),
         ({"models": [GOOD], "http": {"prot": 1}}, ("unknown key 'http.prot'", "'port'")),
         ({"models": [GOOD], "drain_seconds": -1}, ("drain_seconds is -1",)),
+        ({"models": [GOOD], "virtual_models": {}}, ("unknown key 'virtual_models'", "did you mean 'models'")),
         ({"models": [GOOD], "health_check_seconds": 0}, ("health_check_seconds is 0",)),
         ({"models": [GOOD], "api_keys_file": "nowhere"}, ("cannot read nowhere",)),
         ({"models": [GOOD], "tls_certfile": "x"}, ("tls_certfile and tls_keyfile belong together",)),

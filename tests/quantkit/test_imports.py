@@ -188,7 +188,7 @@ def test_runtime_has_no_circle_of_imports() -> None:
 # from themselves; imports within functions and for type checkers count too.
 SERVER = "quantkit.runtime.server."
 SERVER_FLOORS: tuple[set[str], ...] = (
-    {"config_file", "connections", "engine_process", "hosts", "logs", "version"},
+    {"config_file", "connections", "engine_process", "hosts", "logs", "version", "virtual_models"},
     {"async_llm", "engine_metrics", "errors", "settings", "shadow"},
     {"gpu_metrics", "metrics", "schemas", "tracing"},
     {"tools"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from quantkit.runtime.server.errors import ApiError
 
+QUEUE_FULL = "queue_full"  # the code of a refusal for want of room
+
 
 class AdmissionQueue:
     """Room for answers: as many as the engine computes at once, and those that may wait for it."""
@@ -18,7 +20,7 @@ class AdmissionQueue:
             raise ApiError(
                 429,
                 f"{self.taken} answers are being computed or wait, and {self._room} is the limit; try again later",
-                code="queue_full",
+                code=QUEUE_FULL,
                 headers={"Retry-After": "1"},
             )
         return Ticket(self, answers)

@@ -6,6 +6,8 @@
     models:                             the same in the file of --config, where each may have settings of its own
       a: MODEL
       b: {model: MODEL, kv_dtype: fp8}
+    virtual_models:                     names that stand for some of them
+      c: {policy: cheapest, members: [a, b]}
 
 Every model gets a `ServerSettings`; what concerns the server itself is the same in all of them.
 """
@@ -20,6 +22,7 @@ from typing import Any
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.server.config_file import read_config
 from quantkit.runtime.server.settings import ENGINE_OPTIONS, FLAGS, ServerSettings, merge_settings, parse_parts
+from quantkit.runtime.server.virtual_models import EXAMPLE, read_virtual_model
 
 # What a model may have for itself. The share of a device's memory is that of all its models together.
 PER_MODEL = (*(name for name in ENGINE_OPTIONS if name != "memory_share"), "tool_parser", "shadow", "shadow_rate")
@@ -35,19 +38,30 @@ def load_model_settings(
 ) -> tuple[ServerSettings, ...]:
     """The settings of each model, from the arguments of `quantkit serve`, its flags (None: not given) and its file."""
     from_file = read_config(config) if config is not None else {}
+    virtual = from_file.pop("virtual_models", None)
+    found = _checked(_load(arguments, flags, from_file, config, environment))
+    return found if virtual is None else _with_virtual_models(found, virtual, config)
+
+
+def _load(
+    arguments: Sequence[str],
+    flags: Mapping[str, Any],
+    from_file: _Entry,
+    config: str | Path | None,
+    environment: Mapping[str, str] | None,
+) -> tuple[ServerSettings, ...]:
     listed = from_file.pop("models", None)
     entries = _entries(listed, config)
     if listed is not None and "model" in from_file:
         raise InputError(f"{config}: 'model' and 'models' exclude each other; write all of them under 'models'")
     named = _named(arguments)
     if arguments and not named:
-        one = merge_settings({"model": arguments[0], **flags}, from_file, config, environment)
-        return _checked((one,), several=False)
+        return (merge_settings({"model": arguments[0], **flags}, from_file, config, environment),)
     if named:
         from_file.pop("model", None)
         entries = {name: entries.get(name, {}) | {"model": model} for name, model in named.items()}
     if not entries:
-        return _checked((merge_settings(flags, from_file, config, environment),), several=False)
+        return (merge_settings(flags, from_file, config, environment),)
     return _each(entries, flags, from_file, config, environment)
 
 
@@ -69,10 +83,29 @@ def _each(
             raise InputError(f"{config}: models: '{name}' has no 'model'; say which one it is, as `{name}: demo`")
         own = from_file | entry | {"served_model_name": [name]}
         found.append(merge_settings(flags, own, f"{config}: models: {name}", environment))
-    return _checked(tuple(found), several=len(found) > 1)
+    return tuple(found)
 
 
-def _checked(found: tuple[ServerSettings, ...], *, several: bool) -> tuple[ServerSettings, ...]:
+def _with_virtual_models(
+    found: tuple[ServerSettings, ...], listed: Any, config: str | Path | None
+) -> tuple[ServerSettings, ...]:
+    """The same in all of them: they are names of the server."""
+    where, names = f"{config}: virtual_models", [settings.names[0] for settings in found]
+    if len(found) == 1:
+        raise InputError(f"{where} choose among several models, and there is one; leave them out")
+    if not isinstance(listed, dict) or not listed:
+        raise InputError(f"{where} must hold a name with policy and members for each, such as {EXAMPLE}")
+    virtual = []
+    for name, entry in listed.items():
+        _check_name(str(name), f"{where}: '{name}'")
+        if str(name) in names:
+            raise InputError(f"{where}: '{name}' is the name of a model; choose another one")
+        virtual.append(read_virtual_model(str(name), entry, names, f"{where}: {name}"))
+    return tuple(settings.model_copy(update={"virtual_models": tuple(virtual)}) for settings in found)
+
+
+def _checked(found: tuple[ServerSettings, ...]) -> tuple[ServerSettings, ...]:
+    several = len(found) > 1
     if several and found[0].tgi_routes:
         raise InputError("tgi_routes have no field that names a model, and there are several; leave them out")
     split = found[0].cache_split

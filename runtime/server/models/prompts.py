@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jinja2 import TemplateError
 
 from quantkit.errors import InputError
-from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.errors import ApiError, CannotAnswer
 from quantkit.runtime.server.schemas.messages import AssistantMessage, Message, ToolMessage, text_of
 from quantkit.runtime.server.tools.definitions import template_knows_tools, turns_with_tools
 from quantkit.runtime.server.tools.offered import OfferedTools
@@ -78,7 +78,7 @@ class Prompts:
 
     def _encode_chat(self, turns: list[Json], tools: OfferedTools | None, options: Json) -> list[int]:
         if not self.tokenizer.chat_template:
-            raise InputError("this model has no chat template; use /v1/completions")
+            raise CannotAnswer("this model has no chat template; use /v1/completions")
         wrong = _RESERVED & options.keys()
         if wrong:
             raise ApiError(400, f"chat_template_kwargs cannot set {sorted(wrong)[0]}", param="chat_template_kwargs")
@@ -92,7 +92,7 @@ class Prompts:
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             message = f"the model's chat template refuses these messages: {reason}"
-            raise ApiError(400, message, param="messages", code="invalid_value") from error
+            raise CannotAnswer(message, param="messages") from error
         return self._encode(text, special=False)  # the template has written them
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -20,12 +20,12 @@ from starlette.types import Receive
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.sampling.structured_output import GuideSpec
 from quantkit.runtime.server.engine_process.pending import EngineDied
-from quantkit.runtime.server.errors import ApiError
+from quantkit.runtime.server.errors import TOO_LONG, ApiError, CannotAnswer
 from quantkit.runtime.server.logs import note, note_accepted
 from quantkit.runtime.server.models.admission import Ticket
 from quantkit.runtime.server.models.answer_stream import AnswerStream, Piece, merged
 from quantkit.runtime.server.models.registry import registry
-from quantkit.runtime.server.models.served_model import ServedModel
+from quantkit.runtime.server.models.routing import Attempt
 from quantkit.runtime.server.schemas.logprobs import TokenTexts
 from quantkit.runtime.server.tracing import TracedRequest
 
@@ -44,23 +44,24 @@ class ClientLeft(ApiError):
 class Call:
     """One accepted request."""
 
-    def __init__(self, model: ServedModel, request: Request, kind: str, name: str, answers: int) -> None:
-        """`name` is the one that the client asked for."""
+    def __init__(self, attempt: Attempt, request: Request, kind: str, answers: int) -> None:
+        self.model = model = attempt.model
         if not model.client.ready:
             raise EngineDied(model.client.why_not_ready)
-        self.model = model
         self.id = f"{kind}-{uuid.uuid4().hex}"
-        self.model_name = name
+        self.model_name = attempt.name
         self.created = int(time.time())
-        self.arrived = time.monotonic()
+        self.arrived = attempt.arrived
         self.submitted: float | None = None
         self.sources: list[AnswerStream] = []
         self.finish_reason = "abort"  # unless it turns out otherwise
+        self._attempt = attempt
         self._request = request
         self._ticket: Ticket = model.queue.enter(answers)
         self._closed = False
         self._seconds = model.settings.request_timeout_seconds
-        self._deadline = asyncio.get_running_loop().time() + self._seconds
+        spent = time.monotonic() - self.arrived
+        self._deadline = asyncio.get_running_loop().time() + self._seconds - spent
 
     def submit(
         self,
@@ -73,9 +74,8 @@ class Call:
         one_by_one: bool = False,
     ) -> None:
         info, tokenizer = self.model.info, self.model.prompts.tokenizer
+        _check_room(max(map(len, prompts)), self._attempt.room_for_answer(params.max_tokens), info.max_context)
         for number, prompt in enumerate(prompts):
-            if len(prompt) >= info.max_context:
-                raise _too_long(len(prompt), info.max_context)
             pending = self.model.client.submit(prompt, params, priority=priority, guide=guide)
             source = AnswerStream(
                 pending, prompt, params, tokenizer, info.eos, self.model.metrics, self.arrived, number, no_text,
@@ -84,6 +84,7 @@ class Call:
             self.sources.append(source)
         self.submitted = time.monotonic()
         self.model.metrics.request_started()
+        self._attempt.accepted()
         note_accepted(self._request.scope)
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -150,9 +151,9 @@ class Call:
     def _tell(self, error: BaseException | None) -> None:
         usage = self.usage
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        told: dict[str, Any] = {"model": self.model_name}
-        if isinstance(error, Exception):
-            told["error"] = error.code if isinstance(error, ApiError) else type(error).__name__
+        told: dict[str, Any] = {"model": self.model_name, "error": _word_for(error)}
+        if self._attempt.virtual is not None:
+            told |= {"virtual_model": self._attempt.virtual, "routing_reason": self._attempt.reason}
         if self.sources:
             self.model.metrics.request_finished(
                 self.finish_reason,
@@ -171,8 +172,9 @@ class Call:
             }
         note(self._request.scope, **told)
         traces = registry(self._request).traces
-        if traces is not None:
-            traces.record(self._traced(usage, told.get("error")))
+        passed_on = self.submitted is None and self._attempt.passes_on(error)
+        if traces is not None and not passed_on:
+            traces.record(self._traced(usage, told["error"]))
 
     def _traced(self, usage: dict[str, Any], error: str | None) -> TracedRequest:
         source = self.sources[0] if self.sources else None
@@ -182,7 +184,7 @@ class Call:
         queued = None if source is None else source.pending.queued_seconds
         return TracedRequest(
             operation=_OPERATIONS[self.id.partition("-")[0]],
-            model=self.model_name,
+            model=self._attempt.asked_for,
             headers=self._request.headers,
             arrived=time.time_ns() - int(ended * 1e9),
             submitted=submitted,
@@ -231,6 +233,17 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _too_long(tokens: int, limit: int) -> ApiError:
-    message = f"the prompt has {tokens} tokens, but contexts end at {limit}, the answer included; shorten it"
-    return ApiError(400, message, code="context_length_exceeded")
+def _check_room(tokens: int, answer: int, limit: int) -> None:
+    """Of the longest prompt and its answer, as far as this must fit."""
+    if tokens >= limit:
+        message = f"the prompt has {tokens} tokens, but contexts end at {limit}, the answer included; shorten it"
+        raise CannotAnswer(message, code=TOO_LONG)
+    if tokens + answer > limit:
+        message = f"the prompt has {tokens} tokens and the answer may have {answer}, but contexts end at {limit}"
+        raise CannotAnswer(f"{message}; shorten the one or the other", code=TOO_LONG)
+
+
+def _word_for(error: BaseException | None) -> str | None:
+    if isinstance(error, ApiError):
+        return error.code
+    return type(error).__name__ if isinstance(error, Exception) else None

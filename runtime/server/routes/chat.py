@@ -8,8 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from quantkit.runtime.sampling.structured_output import GuideSpec
 from quantkit.runtime.server.errors import ApiError, documented
 from quantkit.runtime.server.logs import note
-from quantkit.runtime.server.models.registry import find_model
-from quantkit.runtime.server.models.served_model import ServedModel
+from quantkit.runtime.server.models.routing import Attempt, routed
 from quantkit.runtime.server.routes.call import Call
 from quantkit.runtime.server.routes.chat_writer import ChatWriter
 from quantkit.runtime.server.routes.event_stream import start_stream
@@ -28,12 +27,16 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""
-    model, name = find_model(request, body.model)
+    return await routed(request, body, lambda attempt: _answer(attempt, body, request))
+
+
+async def _answer(attempt: Attempt, body: ChatRequest, request: Request) -> Response:
+    model = attempt.model
     params = chat_params(body, model.settings.watermark_key)
     note(request.scope, stream=bool(body.stream))
-    call = Call(model, request, "chatcmpl", name, params.n)
+    call = Call(attempt, request, "chatcmpl", params.n)
     try:
-        guide, tools = await model.prompts.in_thread(lambda: _structure(model, body))
+        guide, tools = await model.prompts.in_thread(lambda: _structure(attempt, body))
         encoding = model.prompts.encode_chat(body.messages, tools=tools, options=body.chat_template_kwargs)
         prompt = await call.watched(encoding)
         if model.settings.log_prompts:
@@ -50,10 +53,11 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return JSONResponse(content)
 
 
-def _structure(model: ServedModel, body: ChatRequest) -> tuple[GuideSpec | None, OfferedTools | None]:
+def _structure(attempt: Attempt, body: ChatRequest) -> tuple[GuideSpec | None, OfferedTools | None]:
     """What the answer must look like, and which tools it may call."""
-    guide = guide_of(body)
+    guide, model = guide_of(body), attempt.model
     tools = offered_tools(body, model.settings.tool_parser, model.prompts.tokenizer)
+    attempt.require(tools is None or tools.parser.syntax is not None, "calls no tools, by its tool_parser")
     if tools is None or tools.guide is None:
         return guide, tools
     if guide is not None:

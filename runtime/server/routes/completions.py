@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from quantkit.runtime.server.errors import documented
 from quantkit.runtime.server.logs import note
 from quantkit.runtime.server.models.answer_stream import AnswerStream
-from quantkit.runtime.server.models.registry import find_model
+from quantkit.runtime.server.models.routing import Attempt, routed
 from quantkit.runtime.server.models.served_model import ServedModel
 from quantkit.runtime.server.routes.call import Call
 from quantkit.runtime.server.routes.event_stream import Chunks, start_stream
@@ -31,11 +31,15 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continues a text, or several."""
-    model, name = find_model(request, body.model)
+    return await routed(request, body, lambda attempt: _answer(attempt, body, request))
+
+
+async def _answer(attempt: Attempt, body: CompletionRequest, request: Request) -> Response:
+    model = attempt.model
     params = completion_params(body, model.settings.watermark_key)
     given = _prompts(body.prompt)
     note(request.scope, stream=bool(body.stream))
-    call = Call(model, request, "cmpl", name, len(given) * params.n)
+    call = Call(attempt, request, "cmpl", len(given) * params.n)
     try:
         guide = await model.prompts.in_thread(lambda: guide_of(body))
         prompts = await call.watched(_encoded(model, given))

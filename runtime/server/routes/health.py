@@ -23,10 +23,10 @@ async def health(request: Request) -> Health:
 async def ready(request: Request, model: str | None = None) -> Health:
     """Whether requests would be answered: 503 while the engine starts, and while the server drains.
 
-    Of several models it is enough that one is ready; `?model=NAME` asks for that one.
+    Of several models it is enough that one is ready; `?model=NAME` asks for that one, or for those that it stands for.
     """
     models = registry(request)
-    asked = models.each if model is None else [models.find(model)[0]]
+    asked = models.answering(model)
     if not any(one.client.ready for one in asked):
         reason = "; ".join(f"{one.names[0]}: {one.client.why_not_ready}" for one in asked)
         raise ApiError(503, reason, code="engine_unavailable", headers={"Retry-After": "5"})

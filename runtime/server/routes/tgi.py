@@ -11,6 +11,7 @@ from quantkit.runtime.server.errors import documented
 from quantkit.runtime.server.logs import note
 from quantkit.runtime.server.models.prompts import WORKERS
 from quantkit.runtime.server.models.registry import find_model
+from quantkit.runtime.server.models.routing import attempt_at
 from quantkit.runtime.server.routes.call import Call
 from quantkit.runtime.server.routes.event_stream import start_stream
 from quantkit.runtime.server.routes.tgi_writer import TgiWriter
@@ -70,10 +71,11 @@ async def info(request: Request) -> Info:
 
 
 async def _answer(body: TgiRequest, request: Request, *, stream: bool, in_list: bool = False) -> Response:
-    model, name = find_model(request, None)
+    attempt = attempt_at(request, None)
+    model = attempt.model
     params = tgi_params(body.parameters, model.settings.watermark_key, stream=stream)
     note(request.scope, stream=stream)
-    call = Call(model, request, "tgi", name, params.n)
+    call = Call(attempt, request, "tgi", params.n)
     try:
         guide = await model.prompts.in_thread(lambda: tgi_guide(body.parameters))
         prompt = (await call.watched(model.prompts.encode(body.inputs)))[-(body.parameters.truncate or 0) :]

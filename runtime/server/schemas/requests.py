@@ -115,6 +115,10 @@ class SharedFields(Strict):
     best_of: int | None = Field(None, ge=1, le=MOST_ANSWERS, description="Draw so many, give the likeliest n.")
     use_beam_search: bool | None = Field(None, description="Not supported: only null or false.")
 
+    escalate: bool | Annotated[int, Field(ge=0, le=_LARGEST)] | None = Field(
+        None, description="Of a virtual model of that policy: so many models after the first; true is 1."
+    )
+
     @field_validator("use_beam_search")
     @classmethod
     def _no_beams(cls, wanted: bool | None) -> bool | None:
@@ -126,6 +130,11 @@ class SharedFields(Strict):
     def answers(self) -> int:
         """How many answers each prompt gets."""
         return self.n or 1
+
+    @property
+    def token_id_field(self) -> str | None:
+        """A field that holds token ids, which are those of one model."""
+        return "logit_bias" if self.logit_bias else "stop_token_ids" if self.stop_token_ids else None
 
     @property
     def wants_usage(self) -> bool:
@@ -159,6 +168,11 @@ class CompletionRequest(SharedFields):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     suffix: str | None = Field(None, max_length=0, description="Not supported: only null or an empty text.")
+
+    @property
+    def token_id_field(self) -> str | None:
+        whole = isinstance(self.prompt, str) or isinstance(self.prompt[0], str)
+        return super().token_id_field if whole else "prompt"
 
     @field_validator("suffix", mode="before")
     @classmethod

@@ -108,6 +108,8 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    policy: Literal["cheapest", "escalate"] | None = None  # of a virtual model
+    members: list[str] | None = None  # of a virtual model, in the order in which they are asked
 
 
 class ModelList(BaseModel):

@@ -263,6 +263,7 @@ def sample_names() -> set[str]:
     """Every name that a query can ask for, also where no sample was counted yet."""
     metrics = make(info=GUESSING, shadow=lambda: {"kl": 0.1})
     metrics.request_refused(429)
+    metrics.request_routed("auto", "first")
     gpus = GpuWatch(lambda: FakeNvml(FakeGpu("GPU-0")))
     gpus.start()
     gpus.close()

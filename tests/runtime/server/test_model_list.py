@@ -1,5 +1,6 @@
 """Which models a server has: arguments, the file, their settings, and what is refused before anything starts."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.runtime.server.models.model_list import load_model_settings
 from quantkit.runtime.server.settings import ServerSettings
+from quantkit.runtime.server.virtual_models import VirtualModel
 
 RunCli = Callable[..., tuple[int, str, str]]
 
@@ -105,6 +107,69 @@ def test_wrong_files_are_refused_in_one_line(config: Callable[[str], Path], text
     assert message in str(refused.value)
     assert "server.yaml" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+PAIR = "models: {small: demo-draft, large: demo}\n"
+
+
+def test_virtual_models_stand_for_models_of_the_file_or_the_command_line(config: Callable[[str], Path]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")
+    (example,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "virtual_models" in block]
+    auto = VirtualModel("auto", "cheapest", ("small", "large"), "weights")
+    helper = VirtualModel("helper", "escalate", ("small", "large"), "listed")
+    assert [one.virtual_models for one in load(config=config(example))] == [(auto, helper)] * 2
+    assert load("small=demo", "large=org/b", config=config(example))[1].virtual_models == (auto, helper)
+    listed = "virtual-models: {any: {policy: cheapest, members: [large, small], order: listed}}"
+    (found,) = load(config=config(PAIR + listed))[0].virtual_models
+    assert found == VirtualModel("any", "cheapest", ("large", "small"), "listed")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "virtual_models must hold a name with policy and members for each, such as `auto: {policy: cheapest"),
+        ("[auto]", "virtual_models must hold a name with policy"),
+        ("{auto: small}", "virtual_models: auto must have a policy and members, such as"),
+        ("{small: {policy: cheapest, members: [small, large]}}", "'small' is the name of a model; choose another one"),
+        ("{'a b': {policy: cheapest, members: [small, large]}}", "'a b': a name of a model must be letters"),
+        (
+            "{auto: {polcy: cheapest}}",
+            "auto: unknown key 'polcy'; did you mean 'policy'? Known: members,",
+        ),
+        ("{auto: {policy: fastest}}", "auto: 'policy' is 'fastest', but must be cheapest or escalate"),
+        ("{auto: {members: [small, large]}}", "auto: 'policy' is None, but must be cheapest or escalate"),
+        ("{auto: {policy: [cheapest]}}", "auto: 'policy' is ['cheapest'], but must be cheapest or escalate"),
+        ("{auto: {policy: cheapest}}", "auto: 'members' is None, but must be a list of two models or more"),
+        (
+            "{auto: {policy: cheapest, members: small}}",
+            "'members' is 'small', but must be a list of two models",
+        ),
+        ("{auto: {policy: cheapest, members: [small]}}", "'members' is ['small'], but must be a list of two models"),
+        ("{auto: {policy: cheapest, members: [small, 7]}}", "'members' is ['small', 7], but must be a list of two"),
+        ("{auto: {policy: cheapest, members: [small, lage]}}", "auto: there is no model 'lage'; did you mean 'large'"),
+        ("{auto: {policy: cheapest, members: [small, small]}}", "'members' has 'small' twice"),
+        (
+            "{auto: {policy: cheapest, members: [small, large], order: size}}",
+            "'order' is 'size', but must be weights",
+        ),
+        ("{auto: {policy: escalate, members: [small, large], order: listed}}", "as they are listed; leave 'order' out"),
+    ],
+)
+def test_wrong_virtual_models_are_refused_in_one_line(config: Callable[[str], Path], text: str, message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        load(config=config(f"{PAIR}virtual_models: {text}"))
+    assert "server.yaml: virtual_models" in str(refused.value)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_virtual_models_need_several(config: Callable[[str], Path]) -> None:
+    file = config("model: demo\nvirtual_models: {auto: {policy: cheapest, members: [small, large]}}")
+    for arguments in ((), ("demo",), ("small=demo",)):
+        with pytest.raises(InputError, match="virtual_models choose among several models, and there is one"):
+            load(*arguments, config=file)
+    with pytest.raises(InputError, match="unknown key 'virtual_model'; did you mean 'virtual_models'"):
+        load(config=config(PAIR + "virtual_model: {}"))
 
 
 @pytest.mark.parametrize(

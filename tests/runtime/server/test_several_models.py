@@ -40,6 +40,7 @@ def served(
         "  small: {model: demo-draft, max_context: 96, kv_tokens: 400}\n"
         f"  packed: {{model: {packed}, speculative: 'draft=demo-draft,k=3,adaptive=off'}}\n"
         f"max_context: {CONTEXT}\nmax_sequences: 4\ncache_split: large=3,small=1,packed=1\n"
+        "virtual_models: {auto: {policy: cheapest, members: [large, small]}}\n"
         "device: cpu\nport: 0\nvllm_metric_names: true\n"
     )
     with serving("--config", str(config)) as started:
@@ -94,7 +95,7 @@ def test_the_plan_is_printed_first_and_obeyed(served: Any, client: openai.OpenAI
     assert tokens["small"] == 400
     assert {name: 16 * pages for name, pages in samples(served, "quantkit:kv_pages_total").items()} == tokens
     limits = {model.id: model.max_model_len for model in client.models.list()}  # type: ignore[attr-defined]
-    assert limits == {"large": CONTEXT, "small": 96, "packed": CONTEXT}
+    assert limits == {"large": CONTEXT, "small": 96, "packed": CONTEXT, "auto": CONTEXT}
     assert len(served.children) == 3
 
 
@@ -107,6 +108,15 @@ def test_everybody_at_once_gets_the_answers_of_the_model_that_was_asked(
         answers = list(threads.map(lambda job: say(client, job[0], job[1], stream=job[2]), jobs))
     for (name, prompt, _), answer in zip(jobs, answers, strict=True):
         assert answer == alone[name, prompt], f"{name}: {prompt}"
+
+
+def test_a_virtual_model_of_the_file_goes_by_weights(
+    served: Any, client: openai.OpenAI, alone: dict[tuple[str, str], str]
+) -> None:
+    told = [event["message"] for event in served.events() if "virtual" in event["message"]]
+    assert told == ["auto is virtual: cheapest of small, large, asked in this order"]
+    answer = client.completions.create(model="auto", prompt=PROMPTS[0], max_tokens=TOKENS, temperature=0)
+    assert (answer.model, answer.choices[0].text) == ("small", alone["small", PROMPTS[0]])
 
 
 def test_a_name_that_is_not_there(served: Any, client: openai.OpenAI) -> None:
