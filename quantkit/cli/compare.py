@@ -44,7 +44,12 @@ if TYPE_CHECKING:
     help="Windows of text to measure quality on.",
 )
 @click.option("--window", default=WINDOW, show_default=True, type=click.IntRange(min=2), help="Tokens per window.")
-@click.option("--calibration", metavar="SOURCE", help="As --text of `quantkit quantize`, for all recipes alike.")
+@click.option(
+    "--calibration",
+    multiple=True,
+    metavar="[SHARE=]SOURCE",
+    help="As --text of `quantkit quantize`, for all recipes alike.",
+)
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
 @click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens per calibration sequence.")
 @click.option("--batch", metavar="N,...", help="Concurrent requests; default: 1,8,32,256, on a CPU 1,4.")
@@ -68,7 +73,10 @@ def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **
     is kept: the same command goes on where it was. The folder holds report.html (works offline), report.md,
     report.json, charts as PNG, and the checkpoints.
     """
+    from quantkit.calibration_mix import source_of
+
     options["reference"] = not options.pop("no_reference")
+    options["calibration"] = source_of(options["calibration"])
     options["batches"] = _batches(options.pop("batch"))
     comparison, page = run_comparison(model, recipes, output, options)
     if as_json:

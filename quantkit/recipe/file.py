@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, ValidationError, create_model
+from pydantic_core import PydanticCustomError
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats import RECIPE_FORMATS, build
@@ -36,6 +38,7 @@ _MUST_BE = {  # by pydantic's kind of error
     "int_type": "a whole number",
     "invalid_key": "text",
     "model_type": "a mapping of keys to values",
+    "source": "text, or a mapping from texts to their shares, which are numbers above 0",
     "string_pattern_mismatch": "one line of text",
     "string_too_short": "text",
     "string_type": "text",
@@ -77,11 +80,22 @@ class Override(_Choice):
     keep: bool = False
 
 
+def _source(value: Any) -> Any:
+    """One source, or a mix of several."""
+    if isinstance(value, dict) and value and all(name and isinstance(name, str) for name in value):
+        numbers = [share for share in value.values() if type(share) in (int, float)]
+        if len(numbers) == len(value) and all(0 < share < math.inf for share in numbers):
+            return value
+    elif isinstance(value, str) and value:
+        return value
+    raise PydanticCustomError("source", "")  # in the words of _MUST_BE
+
+
 class CalibrationChoice(BaseModel):
     """What a recipe says about calibration data; None where it is silent and the defaults hold."""
 
     model_config = _CLOSED
-    source: Annotated[str | None, Field(min_length=1)] = None
+    source: Annotated[str | dict[str, float] | None, PlainValidator(_source)] = None
     samples: Annotated[int | None, Field(ge=1)] = None
     seq_len: Annotated[int | None, Field(ge=2)] = None
     seed: Annotated[int | None, Field(ge=0)] = None
