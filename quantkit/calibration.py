@@ -131,13 +131,13 @@ class Calibration:
         """Whole windows [windows, seq_len] to draw from: all of a file, a part of a folder, the first of a dataset."""
         if source == BUNDLED_SOURCE:
             source = str(CALIBRATION_TEXT)
-        start = start_token(tokenizer)
+        if not source.startswith(HUB) and not Path(source).exists():
+            raise StorageError(
+                f"no text '{source}'; give a text file, a .jsonl file, a folder or a dataset as {HUB}ORG/NAME"
+            )
         if not is_collection(source):
-            if not Path(source).exists():
-                raise StorageError(
-                    f"no text '{source}'; give a text file, a .jsonl file, a folder or a dataset as {HUB}ORG/NAME"
-                )
             return token_windows(tokenizer, Path(source), self.seq_len)
+        start = start_token(tokenizer)
         times = 1 if source.startswith(HUB) else _OF_FOLDERS if Path(source).is_dir() else None
         enough = None
         if times is not None:  # one more, since a chat template may bring its own start token

@@ -40,7 +40,7 @@ def _lines(asked: Asked, entry: Entry, output: Path) -> Iterator[list[str]]:
 
 def _quantizing(asked: Asked) -> list[str]:
     texts = [word for text in words_of(asked.calibration_text) for word in ("--text", text)]
-    given = {"--samples": asked.samples, "--seq-len": asked.seq_len}
+    given: dict[str, object] = {"--samples": asked.samples, "--seq-len": asked.seq_len}
     given |= {"--seed": asked.seed, "--device": asked.device}
     card_windows = min(asked.card_windows, asked.windows)
     if card_windows != QUALITY_WINDOWS:

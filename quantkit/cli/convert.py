@@ -30,7 +30,7 @@ from quantkit.wording import human_bytes
     "texts",
     multiple=True,
     metavar="[SHARE=]SOURCE",
-    help="With --kv-scales: calibration, as quantize has it.",
+    help="With --kv-scales: calibration, as in quantize.",
 )
 @click.option("--samples", type=int, metavar="N", help="With --kv-scales: calibration sequences; default: 128.")
 @click.option("--seq-len", type=int, metavar="N", help="With --kv-scales: tokens of each; default: 512.")

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 
 from quantkit.errors import InputError, did_you_mean
@@ -86,7 +86,7 @@ def _source(value: Any) -> Any:
         numbers = [share for share in value.values() if type(share) in (int, float)]
         if len(numbers) == len(value) and all(0 < share < math.inf for share in numbers):
             return value
-    elif isinstance(value, str) and value:
+    elif value is None or (isinstance(value, str) and value):  # null is refused by _check_filled, in its own words
         return value
     raise PydanticCustomError("source", "")  # in the words of _MUST_BE
 
@@ -95,7 +95,7 @@ class CalibrationChoice(BaseModel):
     """What a recipe says about calibration data; None where it is silent and the defaults hold."""
 
     model_config = _CLOSED
-    source: Annotated[str | dict[str, float] | None, PlainValidator(_source)] = None
+    source: Annotated[str | dict[str, float] | None, BeforeValidator(_source)] = None
     samples: Annotated[int | None, Field(ge=1)] = None
     seq_len: Annotated[int | None, Field(ge=2)] = None
     seed: Annotated[int | None, Field(ge=0)] = None
