@@ -69,7 +69,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/quantkit/methods/test_tuned.py": 40,
     "tests/quantkit/mixed_layers/test_mixed_plan.py": 6,
     "tests/quantkit/passes/test_calibrated.py": 7,
-    "tests/quantkit/passes/test_choice.py": 200,
+    "tests/quantkit/passes/test_choice.py": 167,
     "tests/quantkit/test_auto_bits_quality.py": 107,
     "tests/quantkit/test_calibrated_quality.py": 200,
     "tests/quantkit/test_convert.py": 6,
