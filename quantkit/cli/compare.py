@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     help="Also compare this checkpoint, made elsewhere.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder of the report; run again to go on.")
-@click.option("--text", metavar="FILE", help="Quality: a text, wikitext2 or c4; default: the held-out text that ships.")
+@click.option(
+    "--text", metavar="FILE", help="Quality: a text as in `quantkit eval`; default: the held-out text that ships."
+)
 @click.option(
     "--windows",
     default=32,
@@ -66,7 +68,7 @@ def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **
     \b
     quantkit compare demo -o demo-report
     quantkit compare org/model -r gptq-w4g128 -r nf4 -o report --text wikitext2
-    quantkit compare org/model -c model-from-elsewhere -o report --calibration my.jsonl
+    quantkit compare org/model -c model-from-elsewhere -o report --calibration my.jsonl --calibration 2=bundled
     quantkit compare llama-3.1-8b -o shape-report        # speed and memory of a shape, with random weights
 
     MODEL is a folder, a hub name, `demo`, or the name of a shape. Without -r: the usual six formats. What is measured

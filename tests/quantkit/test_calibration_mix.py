@@ -21,6 +21,7 @@ from quantkit.passes.sensitivity import SCORED
 from quantkit.provenance import CalibrationData, provenance_of
 from quantkit.recipe import load_recipe
 from quantkit.reference import load_tokenizer
+from tiny_tokenizers import save_sentencepiece
 
 Cli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., None]
@@ -133,6 +134,16 @@ def test_each_source_gives_what_it_would_give_alone(tokenizer: PreTrainedTokeniz
     assert sorted(tokens.tolist()) == sorted(torch.cat(alone).tolist())
     last = tokens[-3:].tolist()
     assert all(any(window in part.tolist() for window in last) for part in alone), "held back are some of each"
+
+
+def test_all_windows_of_a_mix_begin_as_the_model_was_taught(sources: Path, tmp_path: Path) -> None:
+    """With the start token of its tokenizer, whether it is text, a chat whose template brings its own, or code."""
+    begins = save_sentencepiece(tmp_path / "tokenizer")
+    begins.chat_template = "<s>{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
+    (sources / "text.txt").write_text("the theory of the words " * 30)
+    tokens = Calibration({"text.txt": 1, "chats.jsonl": 1, "src": 1}, samples=9, seq_len=16).tokens(begins, 64)
+    assert tokens.shape == (9, 16)
+    assert set(tokens[:, 0].tolist()) == {begins.bos_token_id}
 
 
 def test_a_recipe_may_name_a_mix(tmp_path: Path) -> None:
