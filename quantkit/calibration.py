@@ -77,7 +77,7 @@ class Calibration:
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase, context: int) -> Tensor:
-        """Token ids [samples, seq_len]; fewer samples where the source has no more."""
+        """Token ids [samples, seq_len]; fewer samples where the source has no more, which a mix refuses."""
         if not 2 <= self.seq_len <= context:
             raise InputError(
                 f"calibration sequences of {self.seq_len} tokens do not fit the model; choose 2 to {context}"

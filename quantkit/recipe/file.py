@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, create_model
-from pydantic_core import PydanticCustomError
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats import RECIPE_FORMATS, build
@@ -38,11 +37,11 @@ _MUST_BE = {  # by pydantic's kind of error
     "int_type": "a whole number",
     "invalid_key": "text",
     "model_type": "a mapping of keys to values",
-    "source": "text, or a mapping from texts to their shares, which are numbers above 0",
     "string_pattern_mismatch": "one line of text",
     "string_too_short": "text",
     "string_type": "text",
     "tuple_type": "a list",
+    "value_error": "text, or a mapping from texts to their shares, which are numbers above 0",  # `_source`
 }
 _MUST_BE_AT = {"method": "a name such as gptq, or a mapping such as {name: gptq, damping: 0.05}"}  # by key
 _NAME_BEFORE = re.compile(r"^[\w-]+: ")  # formats start their errors with their name
@@ -88,7 +87,7 @@ def _source(value: Any) -> Any:
             return value
     elif value is None or (isinstance(value, str) and value):  # null is refused by _check_filled, in its own words
         return value
-    raise PydanticCustomError("source", "")  # in the words of _MUST_BE
+    raise ValueError  # in the words of _MUST_BE
 
 
 class CalibrationChoice(BaseModel):

@@ -56,6 +56,8 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/long/test_deploy_ranks.py": 90,
     "tests/long/test_deploy_refused.py": 30,
     "tests/long/test_killed_runs.py": 532,
+    "tests/long/test_killed_runs.py::test_killed_while_it_chooses[best]": 96,
+    "tests/long/test_killed_runs.py::test_killed_while_it_chooses[tuned]": 96,
     "tests/long/test_memory.py": 800,
     "tests/long/test_scheduler_machine_long.py": 190,
     "tests/long/test_server_fuzz.py": 184,
