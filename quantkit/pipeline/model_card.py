@@ -288,7 +288,7 @@ def _versions() -> list[str]:
 def _names_only(value: Any) -> Any:
     """Plain values with every absolute path shortened to its last name."""
     if isinstance(value, dict):
-        return {key: _names_only(item) for key, item in value.items()}
+        return {_name_only(key): _names_only(item) for key, item in value.items()}  # keys of a mix are files
     if isinstance(value, list):
         return [_names_only(item) for item in value]
     return _name_only(value)
