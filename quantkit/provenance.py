@@ -13,6 +13,7 @@ Others may have written such files, so nothing in them is trusted to be there.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,12 +60,14 @@ class CalibrationData:
     default: bool = False  # the text that ships, which nobody chose
     samples: int = 0
     seq_len: int = 0
+    mix: dict[str, int] = field(default_factory=dict)  # of several sources: how many of the samples each gave
 
     def __str__(self) -> str:
         if self.kind == "text":
-            chosen = "the default text" if self.default else "given text"
+            chosen = "the default text" if self.default else "a mix of" if self.mix else "given text"
             tokens = f"{self.samples:,} samples of {self.seq_len:,} tokens, {self.samples * self.seq_len:,} in all"
-            return f"{chosen} {self.source}, {tokens}"
+            source = ", ".join(f"{count:,} x {name}" for name, count in self.mix.items()) or self.source
+            return f"{chosen} {source}, {tokens}"
         if self.kind == "no data":
             return "none, the method looks at weights alone"
         return "unknown, no record of quantkit's in the folder" if self.kind == "unknown" else "none, not quantized"
@@ -138,7 +141,17 @@ def _calibration_of(folder: Path) -> CalibrationData:
         return CalibrationData("no data")
     source = _printable(str(record.get("source", "")))
     default = bool(record.get("default", source == CALIBRATION_TEXT.name))  # logs of earlier versions say the name only
-    return CalibrationData("text", source, default, _count(record.get("samples")), _count(record.get("seq_len")))
+    sizes = _count(record.get("samples")), _count(record.get("seq_len"))
+    return CalibrationData("text", source, default, *sizes, _mix(record.get("mix")))
+
+
+def _mix(parts: object) -> dict[str, int]:
+    """Samples by the names of their sources."""
+    counts: Counter[str] = Counter()
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict):
+            counts[_printable(str(part.get("source", "")))] += _count(part.get("samples"))
+    return dict(counts)
 
 
 def _printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What quantization did to a model's behaviour: does it stop, does it loop, does it keep to JSON, does it call tools.
+"""What quantization did to a model's behaviour: does it stop, loop, keep to JSON, call tools, finish its thoughts.
 
 Perplexity sees none of that: it looks at one token at a time, after a text that somebody else wrote.
 """
@@ -132,8 +132,9 @@ def _check_comparable(
 
 
 def _why_not(measure: Measure, prompts: Sequence[BehaviourPrompt], tokenizer: PreTrainedTokenizerBase) -> str:
-    if measure.kind == "tools" and any(prompt.tools for prompt in prompts):
-        return "the chat template has no tools" if tokenizer.chat_template else "the model has no chat template"
+    if measure.thoughts or (measure.kind == "tools" and any(prompt.tools for prompt in prompts)):
+        lacking = f"the chat template has no {'thoughts' if measure.thoughts else 'tools'}"
+        return lacking if tokenizer.chat_template else "the model has no chat template"
     return "no prompt has tools" if measure.kind == "tools" else "no prompt has a schema"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
 from quantkit.eval.behaviour.prompts import BehaviourPrompt
+from quantkit.eval.behaviour.thoughts import leaves_open, writes_thoughts
 from quantkit.runtime.sampling.structured_output import GuideSpec
 from quantkit.runtime.server.tools.definitions import template_knows_tools
 
@@ -21,6 +22,7 @@ class Question:
     prompt: BehaviourPrompt
     tokens: list[int]
     forced: bool = False  # into the prompt's schema
+    thinking: bool | None = None  # whether the prompt has begun a thought; None: the model writes none
 
     @property
     def guide(self) -> GuideSpec | None:
@@ -44,8 +46,14 @@ def questions_of(
     asked = [prompt for prompt in prompts if knows_tools or not prompt.tools]
     if not asked:
         raise InputError("all prompts have tools, which this model's chat template does not know; give others")
-    questions = [Question(prompt, _tokens(prompt, tokenizer)) for prompt in asked]
+    questions = [_question(prompt, tokenizer) for prompt in asked]
     return questions + [Question(one.prompt, one.tokens, forced=True) for one in questions if one.prompt.kind == "json"]
+
+
+def _question(prompt: BehaviourPrompt, tokenizer: PreTrainedTokenizerBase) -> Question:
+    tokens = _tokens(prompt, tokenizer)
+    thinking = leaves_open(str(tokenizer.decode(tokens))) if writes_thoughts(tokenizer) else None
+    return Question(prompt, tokens, thinking=thinking)
 
 
 def _tokens(prompt: BehaviourPrompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:

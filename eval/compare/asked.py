@@ -22,7 +22,7 @@ class Asked:
     text: str
     windows: int  # fewer where the text has no more
     window: int
-    calibration_text: str | None  # None: what the recipe says, else the text that ships
+    calibration_text: str | dict[str, float] | None  # None: what the recipe says, else the text that ships
     samples: int | None
     seq_len: int | None
     batches: tuple[int, ...]

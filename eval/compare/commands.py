@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from quantkit.bundled import HELDOUT_TEXT
+from quantkit.calibration_mix import words_of
 from quantkit.defaults import QUALITY_WINDOWS
 from quantkit.eval.compare.asked import LAYER_WINDOWS, Asked, Entry
 from quantkit.eval.compare.engine_setup import engine_options
@@ -38,12 +39,13 @@ def _lines(asked: Asked, entry: Entry, output: Path) -> Iterator[list[str]]:
 
 
 def _quantizing(asked: Asked) -> list[str]:
-    given = {"--text": asked.calibration_text, "--samples": asked.samples, "--seq-len": asked.seq_len}
+    texts = [word for text in words_of(asked.calibration_text) for word in ("--text", text)]
+    given: dict[str, object] = {"--samples": asked.samples, "--seq-len": asked.seq_len}
     given |= {"--seed": asked.seed, "--device": asked.device}
     card_windows = min(asked.card_windows, asked.windows)
     if card_windows != QUALITY_WINDOWS:
         given["--quality-windows"] = card_windows
-    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    return texts + [word for name, value in given.items() if value is not None for word in (name, str(value))]
 
 
 def _quality(asked: Asked, entry: Entry, windows: int) -> list[str]:

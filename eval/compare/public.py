@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
 from quantkit.bundled import HELDOUT_TEXT
+from quantkit.calibration_mix import Mix
 from quantkit.defaults import DEVICE, QUALITY_WINDOWS, WINDOW
 from quantkit.devices import resolve_device
 from quantkit.eval.compare.asked import Asked, Entry
@@ -50,7 +51,7 @@ def compare(
     text: str | Path = HELDOUT_TEXT,
     windows: int = 32,
     window: int = WINDOW,
-    calibration: str | None = None,
+    calibration: str | Mix | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
     batches: Sequence[int] | None = None,
@@ -80,7 +81,7 @@ def compare(
         text=str(text),
         windows=windows,
         window=window,
-        calibration_text=calibration,
+        calibration_text=dict(calibration) if isinstance(calibration, Mapping) else calibration,
         samples=samples,
         seq_len=seq_len,
         batches=tuple(sorted(set(batches or (GPU_BATCHES if on_gpu else CPU_BATCHES)))),

@@ -3,7 +3,8 @@
 The text is tokenized as it stands, without special tokens; windows do not overlap and a short rest is dropped; every
 token of a window but its first is predicted from the tokens before it in that window. Where the tokenizer puts a start
 token before every text, each window begins with it (`quantkit/token_windows.py`) and holds one token of text less.
-Bytes are those that the predicted tokens stand for, so that bits per byte compare where tokenizers differ.
+Bytes are those that the predicted tokens stand for, so that bits per byte compare where tokenizers differ. Documents of
+a .jsonl file or a folder are packed as in calibration (`quantkit/documents.py`), chats through the model's template.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.calibration import hub_rows, token_windows
+from quantkit.calibration import token_windows
 from quantkit.defaults import WINDOW
+from quantkit.documents import document_ids, hub_rows, is_collection
 from quantkit.errors import InputError, StorageError
 from quantkit.extras import require
 from quantkit.token_windows import StartToken, cut_windows, start_token, text_tokens
@@ -54,6 +56,7 @@ class Windows:
     window_bytes: tuple[int, ...]  # of text behind the predicted tokens of every window
     preparation: str = ""  # how the text was put together, where it is not a file
     start: StartToken | None = None  # that every window begins with
+    packed: bool = False  # documents end to end, each with the special tokens of its own
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -76,8 +79,10 @@ class Windows:
     def protocol(self) -> str:
         made_of = f" ({self.preparation})" if self.preparation else ""
         special, stride = "no BOS or other special tokens", text_tokens(self.window, self.start)
+        if self.packed:
+            special = "documents packed end to end with their own special tokens"
         if self.start is not None:
-            special = f"each begun by {self.start.text}, no other special tokens"
+            special = f"each begun by {self.start.text}, {special if self.packed else 'no other special tokens'}"
         return (
             f"{self.text}{made_of}: windows {len(self)}, window {self.window} tokens, stride {stride}, {special}, "
             f"first token of a window not scored; {self.tokens:,} tokens counted, {self.bytes:,} bytes"
@@ -96,7 +101,7 @@ def read_windows(
     max_windows: int | None = None,
     begin: bool = True,
 ) -> Windows:
-    """Windows of a UTF-8 text file, or of `wikitext2` or `c4` through the package `datasets`.
+    """Windows of a UTF-8 text file, of a .jsonl file or a folder, or of `wikitext2` or `c4` through `datasets`.
 
     The names win over files of the same name; `./c4` is a file. `begin`: with the start token that the tokenizer puts
     before every text, where it does.
@@ -110,16 +115,22 @@ def read_windows(
     if str(source) in DATASETS:
         dataset = DATASETS[str(source)]
         ids, name, preparation = _dataset_windows(tokenizer, dataset, window, start), str(source), dataset.preparation
+    elif is_collection(str(source)):
+        enough = None if max_windows is None else max_windows * window + 1  # a template may begin with a start token
+        documents = document_ids(tokenizer, str(source), enough)
+        ids, name = cut_windows(documents, window, str(source), start), Path(source).absolute().name
     else:
         ids, name = token_windows(tokenizer, Path(source), window, max_windows, begin=begin), Path(source).name
     ids = ids[:max_windows]
-    return Windows(ids, name, tuple(_bytes_predicted(tokenizer, row) for row in ids), preparation, start)
+    predicted = tuple(_bytes_predicted(tokenizer, row) for row in ids)
+    return Windows(ids, name, predicted, preparation, start, packed=is_collection(str(source)))
 
 
 def check_source(source: str | Path) -> None:
     """Refuses a text that is not there; costs nothing, so it comes before anything is loaded."""
-    if str(source) not in DATASETS and not Path(source).is_file():
-        raise StorageError(f"no text '{source}'; give a UTF-8 text file or one of {', '.join(DATASETS)}")
+    if str(source) not in DATASETS and not Path(source).exists():
+        known = ", ".join(DATASETS)
+        raise StorageError(f"no text '{source}'; give a UTF-8 text file, a .jsonl file, a folder or one of {known}")
 
 
 def _dataset_windows(

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     help="Also compare this checkpoint, made elsewhere.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder of the report; run again to go on.")
-@click.option("--text", metavar="FILE", help="Quality: a text, wikitext2 or c4; default: the held-out text that ships.")
+@click.option(
+    "--text", metavar="FILE", help="Quality: a text as in `quantkit eval`; default: the held-out text that ships."
+)
 @click.option(
     "--windows",
     default=32,
@@ -44,7 +46,12 @@ if TYPE_CHECKING:
     help="Windows of text to measure quality on.",
 )
 @click.option("--window", default=WINDOW, show_default=True, type=click.IntRange(min=2), help="Tokens per window.")
-@click.option("--calibration", metavar="SOURCE", help="As --text of `quantkit quantize`, for all recipes alike.")
+@click.option(
+    "--calibration",
+    multiple=True,
+    metavar="[SHARE=]SOURCE",
+    help="As --text of `quantkit quantize`, for all recipes alike.",
+)
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration sequences.")
 @click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Tokens per calibration sequence.")
 @click.option("--batch", metavar="N,...", help="Concurrent requests; default: 1,8,32,256, on a CPU 1,4.")
@@ -61,14 +68,17 @@ def command(model: str, recipes: tuple[str, ...], output: str, as_json: bool, **
     \b
     quantkit compare demo -o demo-report
     quantkit compare org/model -r gptq-w4g128 -r nf4 -o report --text wikitext2
-    quantkit compare org/model -c model-from-elsewhere -o report --calibration my.jsonl
+    quantkit compare org/model -c model-from-elsewhere -o report --calibration my.jsonl --calibration 2=bundled
     quantkit compare llama-3.1-8b -o shape-report        # speed and memory of a shape, with random weights
 
     MODEL is a folder, a hub name, `demo`, or the name of a shape. Without -r: the usual six formats. What is measured
     is kept: the same command goes on where it was. The folder holds report.html (works offline), report.md,
     report.json, charts as PNG, and the checkpoints.
     """
+    from quantkit.calibration_mix import source_of
+
     options["reference"] = not options.pop("no_reference")
+    options["calibration"] = source_of(options["calibration"])
     options["batches"] = _batches(options.pop("batch"))
     comparison, page = run_comparison(model, recipes, output, options)
     if as_json:

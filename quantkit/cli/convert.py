@@ -25,7 +25,13 @@ from quantkit.wording import human_bytes
     metavar="HOW",
     help="To compressed-tensors: measure scales of an FP8 cache, tensor or attn_head (as quantize has it).",
 )
-@click.option("--text", metavar="SOURCE", help="With --kv-scales: calibration text or .jsonl file.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    metavar="[SHARE=]SOURCE",
+    help="With --kv-scales: calibration, as in quantize.",
+)
 @click.option("--samples", type=int, metavar="N", help="With --kv-scales: calibration sequences; default: 128.")
 @click.option("--seq-len", type=int, metavar="N", help="With --kv-scales: tokens of each; default: 512.")
 @device_option
@@ -36,7 +42,7 @@ def command(
     to: str,
     output: str,
     kv_scales: str | None,
-    text: str | None,
+    texts: tuple[str, ...],
     samples: int | None,
     seq_len: int | None,
     device: str,
@@ -54,10 +60,11 @@ def command(
     quantkit convert demo-w4 --to compressed-tensors --kv-scales tensor -o demo-w4-ct
     """
     from quantkit.calibration import Calibration
+    from quantkit.calibration_mix import source_of
     from quantkit.convert import convert
     from quantkit.devices import resolve_device
 
-    given: dict[str, Any] = {"source": text, "samples": samples, "seq_len": seq_len}
+    given: dict[str, Any] = {"source": source_of(texts), "samples": samples, "seq_len": seq_len}
     given = {name: value for name, value in given.items() if value is not None}
     if given and kv_scales is None:
         raise click.UsageError("--text, --samples and --seq-len are what --kv-scales looks at; give it too")

@@ -28,7 +28,11 @@ _PERPLEXITY_OPTIONS = (
 
 @click.command("eval", short_help="Measure what a model knows, and what quantization changed.")
 @click.argument("model")
-@click.option("--text", metavar="FILE", help="A UTF-8 text, wikitext2 or c4; default: the held-out text that ships.")
+@click.option(
+    "--text",
+    metavar="FILE",
+    help="A UTF-8 text, .jsonl file or folder, wikitext2 or c4; default: the held-out text that ships.",
+)
 @click.option("--window", default=WINDOW, show_default=True, metavar="N", help="Tokens per window.")
 @click.option("--max-windows", type=_COUNT, metavar="N", help="Stop after N windows; default: all.")
 @click.option("--no-start-token", is_flag=True,

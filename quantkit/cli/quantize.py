@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     metavar="HOW",
     help="Measure scales of an FP8 cache: tensor (one for a layer's keys, one for its values) or attn_head (one each).",
 )
-@click.option("--text", metavar="SOURCE", help="Calibration: text or .jsonl file, or datasets:ORG/NAME.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    metavar="[SHARE=]SOURCE",
+    help="Calibration: text or .jsonl file, folder, bundled, or datasets:ORG/NAME; several are mixed by their shares.",
+)
 @click.option("--samples", type=int, metavar="N", help="Calibration sequences; default: the recipe's, else 128.")
 @click.option("--seq-len", type=int, metavar="N", help="Tokens per calibration sequence; default: 512.")
 @click.option("--seed", type=int, metavar="N", help="Which sequences of the text are taken; default: 0.")
@@ -56,7 +62,7 @@ def command(
     target_bits: float | None,
     touch_up: int | None,
     kv_scales: str | None,
-    text: str | None,
+    texts: tuple[str, ...],
     samples: int | None,
     seq_len: int | None,
     seed: int | None,
@@ -73,6 +79,7 @@ def command(
     \b
     quantkit quantize demo -r gptq-w4g128 -o demo-gptq
     quantkit quantize demo -r awq-w4g128 -o demo-awq --text my-domain.jsonl --samples 64
+    quantkit quantize demo -r best-w4g128 -o demo-best --text 2=bundled --text chats.jsonl --text src/
     quantkit quantize demo -r auto-w3.5 -o demo-mixed --target-bits 4.25
     quantkit quantize demo -r tuned-w3g64 -o demo-w3 --touch-up 300
     quantkit quantize demo -r rtn-w4g128-ct -o demo-w4 --kv-scales tensor
@@ -84,6 +91,7 @@ def command(
     interrupted goes on where it was when the same command is given again.
     """
     from quantkit.calibration import Calibration
+    from quantkit.calibration_mix import source_of
     from quantkit.devices import resolve_device
     from quantkit.pipeline import quantize
     from quantkit.pipeline.job import prepare
@@ -99,7 +107,8 @@ def command(
     if kv_scales is not None:
         changes = (*changes, f"kv_scales={kv_scales}")
     loaded = load_recipe(recipe, changes)
-    calibration = Calibration.from_recipe(loaded.calibration, source=text, samples=samples, seq_len=seq_len, seed=seed)
+    chosen: dict[str, Any] = {"source": source_of(texts), "samples": samples, "seq_len": seq_len, "seed": seed}
+    calibration = Calibration.from_recipe(loaded.calibration, **chosen)
     asked: dict[str, Any] = {
         "calibration": calibration,
         "device": resolve_device(device),

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import yaml
 
 from quantkit.bundled import CALIBRATION_TEXT
+from quantkit.calibration_mix import describe_mix, recorded_words
 from quantkit.engines import Verdict
 from quantkit.formats import dialect_with
 from quantkit.formats.kv_scheme import describe_summary
@@ -239,7 +240,8 @@ def _worst(layers: Sequence[Layer]) -> str:
 def _calibration(facts: CardFacts) -> str:
     if facts.calibration is None:
         return "None: the method looks at no data."
-    rows = [(cell(key), code(_name_only(value))) for key, value in facts.calibration.items()]
+    mix = describe_mix(facts.calibration.get("mix", ()))
+    rows = [(cell(key), code(_name_only(mix if key == "mix" else value))) for key, value in facts.calibration.items()]
     experts = coverage_of(facts.layers)
     if experts is not None:
         rows.append(("experts", cell(experts.describe())))
@@ -264,10 +266,13 @@ def _calibration_words(record: Mapping[str, Any] | None) -> list[str]:
     if record is None:
         return []
     options = {"--samples": record.get("asked"), "--seq-len": record.get("seq_len"), "--seed": record.get("seed")}
+    words = [word for option, value in options.items() if value is not None for word in (option, str(value))]
     source = _name_only(record.get("source"))
-    if not record.get("default", source == CALIBRATION_TEXT.name):
-        options[_SOURCE_OPTION] = source
-    return [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    if "mix" in record:
+        sources = recorded_words(record["mix"])
+    else:
+        sources = [] if record.get("default", source == CALIBRATION_TEXT.name) else [source]
+    return words + [word for source in sources for word in (_SOURCE_OPTION, str(source))]
 
 
 def _versions() -> list[str]:
@@ -283,7 +288,7 @@ def _versions() -> list[str]:
 def _names_only(value: Any) -> Any:
     """Plain values with every absolute path shortened to its last name."""
     if isinstance(value, dict):
-        return {key: _names_only(item) for key, item in value.items()}
+        return {_name_only(key): _names_only(item) for key, item in value.items()}  # keys of a mix are files
     if isinstance(value, list):
         return [_names_only(item) for item in value]
     return _name_only(value)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from quantkit.arch import Family
+from quantkit.calibration_mix import deal
 from quantkit.checkpoint import Checkpoint
 from quantkit.checkpoint_writer import free_space
 from quantkit.engines import Layers, verdicts
@@ -77,7 +78,8 @@ def _model_facts(source: Checkpoint, family: Family) -> ModelFacts:
 def _method_facts(job: Job) -> MethodFacts:
     method, data = job.method, job.data
     calibrated = job.tokens is not None
-    return MethodFacts(job.recipe.name, method.name, asdict(method), calibrated, data.samples, data.seq_len)
+    mix = deal(data.source, data.samples) if calibrated and isinstance(data.source, Mapping) else {}
+    return MethodFacts(job.recipe.name, method.name, asdict(method), calibrated, data.samples, data.seq_len, mix)
 
 
 def _output_facts(job: Job, schemes: tuple[SchemePlan, ...]) -> OutputFacts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quantkit.engines import Verdict
@@ -30,6 +30,7 @@ class MethodFacts:
     calibrated: bool
     samples: int  # as asked for; a short text may have fewer
     seq_len: int
+    mix: dict[str, int] = field(default_factory=dict)  # of several sources: how many of the samples each gives
 
 
 @dataclass(frozen=True)

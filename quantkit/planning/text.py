@@ -47,6 +47,8 @@ def _method(plan: QuantizePlan) -> str:
     method = plan.method
     options = ", ".join(f"{name} {value}" for name, value in method.options.items())
     data = f"{method.samples} sequences of {method.seq_len} tokens" if method.calibrated else "no calibration data"
+    if method.mix:
+        data += f" ({', '.join(f'{count} x {source}' for source, count in method.mix.items())})"
     return f"{method.recipe}: method {method.name}{f' ({options})' if options else ''}, {data}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, create_model
 
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats import RECIPE_FORMATS, build
@@ -40,6 +41,7 @@ _MUST_BE = {  # by pydantic's kind of error
     "string_too_short": "text",
     "string_type": "text",
     "tuple_type": "a list",
+    "value_error": "text, or a mapping from texts to their shares, which are numbers above 0",  # `_source`
 }
 _MUST_BE_AT = {"method": "a name such as gptq, or a mapping such as {name: gptq, damping: 0.05}"}  # by key
 _NAME_BEFORE = re.compile(r"^[\w-]+: ")  # formats start their errors with their name
@@ -77,11 +79,22 @@ class Override(_Choice):
     keep: bool = False
 
 
+def _source(value: Any) -> Any:
+    """One source, or a mix of several."""
+    if isinstance(value, dict) and value and all(name and isinstance(name, str) for name in value):
+        numbers = [share for share in value.values() if type(share) in (int, float)]
+        if len(numbers) == len(value) and all(0 < share < math.inf for share in numbers):
+            return value
+    elif value is None or (isinstance(value, str) and value):  # null is refused by _check_filled, in its own words
+        return value
+    raise ValueError  # in the words of _MUST_BE
+
+
 class CalibrationChoice(BaseModel):
     """What a recipe says about calibration data; None where it is silent and the defaults hold."""
 
     model_config = _CLOSED
-    source: Annotated[str | None, Field(min_length=1)] = None
+    source: Annotated[str | dict[str, float] | None, BeforeValidator(_source)] = None
     samples: Annotated[int | None, Field(ge=1)] = None
     seq_len: Annotated[int | None, Field(ge=2)] = None
     seed: Annotated[int | None, Field(ge=0)] = None

@@ -52,8 +52,9 @@ def with_template(folder: Path, template: str | None) -> Path:
 
 def test_the_same_model_is_no_worse(few_prompts: Path) -> None:
     found = measure_behaviour("demo-draft", "demo-draft", prompts=few_prompts, max_tokens=TOKENS, device="cpu")
-    assert [one.verdict for one in found.measures] == ["no worse"] * 4 + [None]
-    assert found.measures[-1].not_measured == "the chat template has no tools"
+    assert [one.verdict for one in found.measures] == ["no worse"] * 4 + [None] * 2
+    missing = [one.not_measured for one in found.measures[4:]]
+    assert missing == ["the chat template has no tools", "the chat template has no thoughts"]
     assert {one.difference.value for one in found.measures if one.difference} == {0}
     assert found.same_answers is not None
     assert (found.same_answers.share.value, found.same_answers.first_difference) == (1, None)
@@ -72,6 +73,7 @@ def test_a_spoiled_model_is_worse_and_stopped_by_the_gate(
     assert rows["end, schema forced"][2] == "100.0% [61.0%, 100.0%]", "of the original; Wilson of 6 prompts"
     assert rows["end, schema forced"][-1] == "worse"
     assert rows["call a tool rightly"] == ["0", "", "", "", "not measured: the chat template has no tools"]
+    assert rows["finish their thoughts"] == ["0", "", "", "", "not measured: the chat template has no thoughts"]
     assert "the same as demo-draft's, token by token: " in out
     assert "8 prompts through the chat template, greedy, at most 24 tokens, seed 0" in out
     assert "float32 on cpu" in out
@@ -110,17 +112,20 @@ def test_what_ends_an_answer() -> None:
     assert answer(None, "error", "not finite") == Answer([7], "seven", ended=False, failure="not finite")
 
 
-def test_a_template_with_tools_and_a_model_without_one(one_of_each: Path, tmp_path: Path) -> None:
+def test_a_template_with_tools_and_thoughts_and_a_model_without_one(one_of_each: Path, tmp_path: Path) -> None:
     how: dict[str, Any] = {"prompts": one_of_each, "max_tokens": TOKENS, "device": "cpu"}
-    template = "{% if tools %}{{ tools[0].function.name }}: {% endif %}{{ messages[-1].content }}"
-    found = measure_behaviour(with_template(tmp_path / "tools", template), **how)
-    last = found.measures[-1]
-    assert last.share is not None
-    assert (last.prompts, last.share.value, found.prompts, last.verdict) == (1, 0, 3, None)
+    template = "{% if tools %}{{ tools[0].function.name }}: {% endif %}{{ messages[-1].content.split('</think>')[-1] }}"
+    found = measure_behaviour(with_template(tmp_path / "tools", f"{template}<think>"), **how)
+    calls = found.measures[4]
+    assert calls.share is not None
+    assert (calls.prompts, calls.share.value, found.prompts, calls.verdict) == (1, 0, 3, None)
+    thoughts = found.measures[5]
+    assert thoughts.share is not None
+    assert (thoughts.prompts, thoughts.share.value) == (3, 0), "a model that never heard of them ends none"
     plain = with_template(tmp_path / "plain", None)
     found = measure_behaviour(plain, **how)
     assert "2 prompts as plain text, for there is no chat template" in found.protocol
-    assert found.measures[-1].not_measured == "the model has no chat template"
+    assert {one.not_measured for one in found.measures[4:]} == {"the model has no chat template"}
     with pytest.raises(InputError, match="read the prompts as different tokens"):
         measure_behaviour(plain, "demo-draft", **how)
     with pytest.raises(

@@ -14,6 +14,7 @@ from quantkit.eval.behaviour.measure import measured, same_answers
 from quantkit.eval.behaviour.measures import MEASURES
 from quantkit.eval.behaviour.prompts import BehaviourPrompt
 from quantkit.eval.behaviour.questions import Question
+from quantkit.eval.behaviour.thoughts import Said, said
 from quantkit.runtime.server.tools.syntaxes import SYNTAXES
 
 BLOCK = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -156,15 +157,18 @@ def test_verdicts() -> None:
     assert said(8, 0, 192) == WORSE, "a small loss is a loss where it is certain"
 
 
-def question(schema: Any = None, tools: Sequence[Any] = (), forced: bool = False) -> Question:
-    return Question(BehaviourPrompt(1, [], schema, tools), [1], forced)
+def question(
+    schema: Any = None, tools: Sequence[Any] = (), forced: bool = False, thinking: bool | None = None
+) -> Question:
+    return Question(BehaviourPrompt(1, [], schema, tools), [1], forced, thinking)
 
 
 def test_every_measure_of_constructed_answers() -> None:
-    """The model loops, breaks JSON and calls nothing; its original does none of that."""
+    """The model loops, breaks JSON, calls nothing and thinks for ever; its original does none of that."""
     call = SYNTAXES["hermes"].write("ping", "{}")
-    questions = [question(), question(PERSON), question(PERSON, forced=True), question(tools=[ANYTHING])] * 8
-    good = [Answer([1, 2], text, ended=True) for text in ("Hello!", RIGHT, RIGHT, call)] * 8
+    kinds = [question(thinking=True), question(PERSON), question(PERSON, forced=True), question(tools=[ANYTHING])]
+    questions = kinds * 8
+    good = [Answer([1, 2], text, ended=True) for text in ("</think>Hello!", RIGHT, RIGHT, call)] * 8
     bad = [Answer([3] * 30, text, ended=False) for text in ("x x x", "{", '{"name": "', "ping")] * 8
     lines = {}
     for measure in MEASURES:
@@ -184,7 +188,39 @@ def test_every_measure_of_constructed_answers() -> None:
         "valid_json": (0, 1, one_kind),
         "forced_json_ends": (0, 1, one_kind),
         "tool_calls": (0, 1, one_kind),
+        "finished_thoughts": (0, 1, one_kind),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "expected"),
+    [
+        ("Blue.", False, Said("Blue.", True)),
+        ("<think>Sky.</think>Blue.", False, Said("Blue.", True)),
+        ("Sky.</think>\n\nBlue.", True, Said("\n\nBlue.", True)),
+        ("Sky.</think>Blue.", False, Said("Blue.", True)),  # begun where nobody looked
+        ("<think>a</think>One, <think>b</think>two.", False, Said("One, two.", True)),
+        ("<think>a</think>One, <think>b", False, Said("One, ", False)),
+        ("<think>Sky. Blue. Sky.", False, Said("", False)),
+        ("Sky. Blue. Sky.", True, Said("", False)),
+        ("Sky.</think>\n", True, Said("\n", False)),  # and then nothing
+        ("", False, Said("", False)),
+    ],
+)
+def test_thoughts_in_an_answer(text: str, thinking: bool, expected: Said) -> None:
+    assert said(text, thinking=thinking) == expected
+
+
+def test_what_stands_in_a_thought_is_no_answer() -> None:
+    call = SYNTAXES["hermes"].write("ping", "{}")
+    for name, about, right in (("valid_json", {"schema": PERSON}, RIGHT), ("tool_calls", {"tools": [ANYTHING]}, call)):
+        (measure,) = (one for one in MEASURES if one.name == name)
+        for text, expected in ((f"{right}</think>{right}", 1.0), (f"{right}</think>No.", 0.0), (right, 0.0)):
+            answers = [[Answer([1], text, ended=True)]]
+            assert measure.shares([question(**about, thinking=True)], answers, "hermes") == [expected]
+        assert measure.shares([question(**about)], [[Answer([1], f"x</think>{right}", True)]], "hermes") == [
+            float(name == "tool_calls")
+        ], "a model without thoughts has none in its answers"
 
 
 def test_without_a_base_there_is_no_verdict_and_without_prompts_no_share() -> None:

@@ -107,6 +107,14 @@ def test_questions_by_what_the_tokenizer_knows(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% if tools %}{{ tools[0].function.name }} {% endif %}{{ messages[0].content }}"
     assert asked() == [(1, False), (2, False), (3, False), (2, True)]
     assert tokenizer.decode(questions_of(prompts, tokenizer)[2].tokens) == "ping Hello"
+    for template, thinking in (
+        ("{{ messages[0].content }}", None),
+        ("{{ messages[0].content.split('</think>')[-1] }}", False),
+        ("{{ messages[0].content }}<think></think>", False),
+        ("{{ messages[0].content.split('</think>')[-1] }}<think>\n", True),
+    ):
+        tokenizer.chat_template = template
+        assert questions_of(prompts[:1], tokenizer)[0].thinking is thinking
     tokenizer.chat_template = "{{ raise_exception('no users here') }}"
     with pytest.raises(InputError, match="the chat template refuses the messages of line 1: no users here"):
         asked()

@@ -13,6 +13,7 @@ import pytest
 
 from quantkit.bundled import HELDOUT_TEXT
 from quantkit.calibration import Calibration
+from quantkit.calibration_mix import source_of
 from quantkit.cli import cli
 from quantkit.defaults import QUALITY_WINDOWS
 from quantkit.eval.compare import run as compare_run
@@ -111,7 +112,12 @@ def check_quality(asked: Asked, entry: Entry, folder: str, line: Line, windows: 
 
 
 @pytest.mark.parametrize(
-    "asked", [DEMO, replace(DEMO, text="mine.txt", calibration_text="mine.jsonl", windows=40, reference=False)]
+    "asked",
+    [
+        DEMO,
+        replace(DEMO, text="mine.txt", calibration_text="mine.jsonl", windows=40, reference=False),
+        replace(DEMO, calibration_text={"mine.jsonl": 0.125, "src": 2.0}),
+    ],
 )
 def test_lines_of_checkpoints(
     asked: Asked, report: Callable[..., Any], tmp_path: Path, quantized_draft: Callable[..., Path]
@@ -129,7 +135,7 @@ def test_lines_of_checkpoints(
             recipe = load_recipe(given["recipe"])
             assert recipe == load_recipe(entry.source)
             chosen = {name: given[name] for name in ("samples", "seq_len", "seed")}
-            made = Calibration.from_recipe(recipe.calibration, source=given["text"], **chosen)
+            made = Calibration.from_recipe(recipe.calibration, source=source_of(given["texts"]), **chosen)
             assert made == Calibration.from_recipe(
                 recipe.calibration, source=asked.calibration_text, samples=asked.samples, seq_len=asked.seq_len,
                 seed=asked.seed,

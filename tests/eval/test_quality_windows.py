@@ -57,8 +57,12 @@ def test_wrong_texts_are_one_line(tokenizer: PreTrainedTokenizerBase, tmp_path: 
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     cases: tuple[tuple[Path, dict[str, int], str], ...] = (
         (tmp_path / "short.txt", {}, "tokens, less than one window of 1024; use a longer text"),
-        (tmp_path / "none.txt", {}, "none.txt'; give a UTF-8 text file or one of wikitext2, c4"),
-        (tmp_path, {}, "give a UTF-8 text file"),
+        (
+            tmp_path / "none.txt",
+            {},
+            "none.txt'; give a UTF-8 text file, a .jsonl file, a folder or one of wikitext2, c4",
+        ),
+        (tmp_path, {}, "tokens, less than one window of 1024"),
         (tmp_path / "binary.txt", {}, "cannot read the text"),
         (HELDOUT_TEXT, {"window": 1}, "a window of 1 tokens has nothing to predict; choose 2 or more"),
         (HELDOUT_TEXT, {"max_windows": 0}, "0 windows measure nothing"),

@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 
 pytestmark = pytest.mark.long
-COMMAND = (sys.executable, "-m", "quantkit", "quantize", "demo", "-r", "gptq-w4g128")
-COMMAND += ("--samples", "8", "--seq-len", "128", "--quality-windows", "1", "-o", "out")
+QUANTIZE = (sys.executable, "-m", "quantkit", "quantize", "--samples", "8", "--seq-len", "128", "-o", "out")
+QUANTIZE += ("--quality-windows", "1")
+COMMAND = (*QUANTIZE, "demo", "-r", "gptq-w4g128")
+CHOOSING = {  # each block is made by one of several candidates
+    "best": (*QUANTIZE, "demo-draft", "-r", "best-w4g64"),
+    "tuned": (*QUANTIZE, "demo-draft", "-r", "tuned-w4g64", "--set", "method.steps=3"),
+}
 KILLS = 6
 BLOCKS = 5  # of the bundled model
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # sums depend on the number of threads; one waits for nobody
@@ -35,14 +40,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(files_of(folder), time.monotonic() - started)
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, command: tuple[str, ...] = COMMAND) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(COMMAND, cwd=folder, env=ONE_THREAD, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=folder, env=ONE_THREAD, stdout=pipe, stderr=pipe, text=True)
 
 
-def complete(folder: Path, *more: str) -> None:
+def complete(folder: Path, *more: str, command: tuple[str, ...] = COMMAND) -> None:
     """Runs the command to its end, which must leave the output and nothing else."""
-    run = subprocess.run([*COMMAND, *more], cwd=folder, env=ONE_THREAD, capture_output=True, text=True, check=False)
+    run = subprocess.run([*command, *more], cwd=folder, env=ONE_THREAD, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert [path.name for path in folder.iterdir()] == ["out"]
 
@@ -125,6 +130,22 @@ def test_killed_after_every_block(undisturbed: Finished, tmp_path: Path) -> None
         written = now
     complete(tmp_path)
     assert_same(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("command", CHOOSING.values(), ids=CHOOSING)
+def test_killed_while_it_chooses(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Between two blocks of `demo-draft`, and in the middle of the second."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    complete(whole, command=command)
+    expected = Finished(files_of(whole), 0)
+    for seconds in (0, 2):
+        folder = tmp_path / f"killed-{seconds}"
+        folder.mkdir()
+        assert kill_after(start(folder, command), folder, 1, seconds)
+        assert units(folder)
+        complete(folder, command=command)
+        assert_same(folder, expected)
 
 
 @pytest.mark.parametrize("kind", ["unit", "state"])

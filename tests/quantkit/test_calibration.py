@@ -173,13 +173,14 @@ def test_files_without_enough_text(tokenizer: PreTrainedTokenizerBase, tmp_path:
 def test_unreadable_files(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     message = error_of(file, tokenizer)
-    assert message == f"no text '{file}'; give a text file, a .jsonl file or a dataset as datasets:ORG/NAME"
+    given = "give a text file, a .jsonl file, a folder or a dataset as datasets:ORG/NAME"
+    assert message == f"no text '{file}'; {given}"
     file.write_bytes(b"\xff\xfe not UTF-8")
     with pytest.raises(StorageError, match=r"cannot read .*mine.* can't decode byte 0xff"):
         Calibration(file).tokens(tokenizer, CONTEXT)
     file.unlink()
     file.mkdir()
-    assert "Is a directory" in error_of(file, tokenizer)
+    assert error_of(file, tokenizer) == f"{file} has 0 tokens, less than one window of 8; use a longer text"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ ALLOWED: dict[str, set[str]] = {
     | {"sources", "storage"},
     "kernels": {"errors", "formats"},
     "token_windows": {"errors"},
-    "calibration": {"bundled", "token_windows"},
+    "documents": set(),
+    "calibration_mix": set(),
+    "calibration": {"bundled", "calibration_mix", "documents", "token_windows"},
     "provenance": {"bundled", "checkpoint", "gguf_view", "sources"},
     "divergence": set(),
     "served": {"checkpoint"},
@@ -57,13 +59,14 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["reference"] |= {"expert_check"}
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "expert_check", "passes"}
+ALLOWED["pipeline"] |= {"calibration_mix"}
 ALLOWED["pipeline"] |= {"devices", "provenance", "reference", "skeleton", "stages", "storage", "checksums", "wording"}
 ALLOWED["pipeline"] |= {"expert_modules", "gguf_export", "gguf_import", "token_windows", "touch_up"}
 ALLOWED["touch_up"] = {"divergence", "errors", "formats", "methods"}
 ALLOWED["convert"] = ALLOWED["pipeline"] | {"gguf_export", "pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "gguf_view", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
-ALLOWED["planning"] |= {"blocks", "passes", "pipeline", "stages", "touch_up", "wording"}
+ALLOWED["planning"] |= {"blocks", "calibration_mix", "passes", "pipeline", "stages", "touch_up", "wording"}
 ALLOWED["runtime"] = {
     "errors",
     "formats",
@@ -83,7 +86,8 @@ ALLOWED["runtime"] = {
     "wording",
 }
 ALLOWED["eval"] = ALLOWED["runtime"] | ALLOWED["convert"]
-ALLOWED["eval"] |= {"runtime", "bundled", "convert", "divergence", "expert_modules", "inspection", "planning"}
+ALLOWED["eval"] |= {"runtime", "bundled", "convert", "divergence", "documents", "expert_modules", "inspection"}
+ALLOWED["eval"] |= {"planning"}
 ALLOWED["medusa"] = {"bundled", "calibration", "checkpoint", "reference", "runtime", "sources", "wording"}
 ALLOWED["medusa"] |= {"token_windows"}
 ALLOWED["launch"] = {"checkpoint", "engines", "errors", "formats", "inspection", "runtime", "sources", "wording"}

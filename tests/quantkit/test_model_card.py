@@ -138,6 +138,13 @@ def test_a_recipe_of_ones_own_is_shown_whole(tmp_path: Path) -> None:
     assert loaded.calibration.source == "notes.txt"
 
 
+def test_a_mix_in_a_recipe_names_files_and_no_paths(tmp_path: Path) -> None:
+    mixed = load_recipe("gptq-w4g128", [f"calibration.source={{{tmp_path}/notes.txt: 2, bundled: 1}}"])
+    card = model_card(replace(FACTS, recipe=mixed))
+    assert str(tmp_path) not in card
+    assert "notes.txt: 2.0" in card
+
+
 def test_cards_do_not_depend_on_where_the_run_happened(tmp_path: Path) -> None:
     cards = []
     for name in ("a", "b"):

@@ -279,7 +279,7 @@ def test_the_examples_of_the_manual_are_recipes(tmp_path: Path) -> None:
     examples = [part.split("```")[0] for part in manual.split("```yaml\n")[1:]]
     for example in examples:
         load(tmp_path, example if "summary:" in example else _with(PLAIN, example))
-    assert len(examples) == 7
+    assert len(examples) == 8
 
 
 def _with(base: str, keys: str) -> str:
