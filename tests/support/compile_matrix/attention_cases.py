@@ -41,8 +41,9 @@ def attention_cases(card: Card) -> Iterator[Case]:
         launch = lambda dtype, new=new: launch_attention(new, Heads(), dtype, pages=_MANY_PAGES)  # noqa: E731
         yield Case(f"attention over a large cache {new}", launch)
     for kept in BY_DTYPE:
-        launch = lambda dtype, kept=kept: launch_attention([1] * 400, Heads(cache_dtype=kept), dtype)  # noqa: E731
-        yield Case(f"attention of many answers {kept}", launch)
+        for count in (100, 400):  # some programs for every multiprocessor, and many
+            launch = lambda dtype, kept=kept, new=[1] * count: launch_attention(new, Heads(cache_dtype=kept), dtype)  # noqa: E731
+            yield Case(f"attention of {count} answers {kept}", launch)
         launch = lambda dtype, kept=kept: launch_attention([9, 9], Heads(cache_dtype=kept), dtype, ancestors=True)  # noqa: E731
         yield Case(f"attention of trees {kept}", launch)
 
