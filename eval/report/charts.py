@@ -9,6 +9,7 @@ from functools import partial
 from quantkit.eval.compare.results import Comparison
 from quantkit.eval.report import heatmap, lines, scatter
 from quantkit.eval.report.chart import Chart
+from quantkit.eval.report.frontier import frontier
 from quantkit.eval.report.palette import MUTED
 from quantkit.eval.report.sheet import TEXT, Sheet
 from quantkit.eval.report.svg import clean, drawing, inline_svg, png
@@ -64,7 +65,7 @@ def _memory(comparison: Comparison) -> _Plan | None:
         return None
     caption = (
         "The same loss beside the bytes of the weights; up is closer to the original, left is smaller. Filled marks on "
-        "the line: no other format is both smaller and closer."
+        f"the line are the frontier, no other format is both smaller and closer: {', '.join(frontier(comparison))}."
     )
     return _Plan("memory", "Quality against memory", caption, (_scatter(panel),))
 

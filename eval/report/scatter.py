@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from quantkit.eval.report.frontier import unbeaten
 from quantkit.eval.report.names import write_names
 from quantkit.eval.report.palette import BASELINE_MARKER, GRID, MUTED, Look
 from quantkit.eval.report.sheet import HEADING, SMALL, Sheet
@@ -43,13 +44,13 @@ class Panel:
 
     def front(self) -> list[Dot]:
         """Dots that no other beats in both directions, from left to right."""
-        kept = [dot for dot in self.dots if not any(self._beats(other, dot) for other in self.dots)]
-        return sorted(kept, key=lambda dot: (dot.x, -dot.y))
+        sign = -1 if self.more_x_is_better else 1
+        kept = unbeaten([(sign * dot.x, -dot.y) for dot in self.dots])
+        return sorted((dot for dot, is_kept in zip(self.dots, kept, strict=True) if is_kept), key=_from_left)
 
-    def _beats(self, one: Dot, other: Dot) -> bool:
-        sign = 1 if self.more_x_is_better else -1
-        better = sign * one.x >= sign * other.x and one.y >= other.y
-        return better and (one.x, one.y) != (other.x, other.y)
+
+def _from_left(dot: Dot) -> tuple[float, float]:
+    return dot.x, -dot.y
 
 
 def draw_panel(sheet: Sheet, panel: Panel, key: str) -> dict[str, str]:

@@ -83,7 +83,7 @@ def inline_svg(figure: Figure, name: str, alternative: str, titles: Mapping[str,
         _add_title(parent, name, titles)
     root.attrib.clear()
     width, height = view.split()[2:]
-    root.attrib |= {"viewBox": view, "role": "img", "aria-label": alternative, "class": "chart"}
+    root.attrib |= {"viewBox": view, "role": "img", "aria-label": readable(alternative), "class": "chart"}
     root.attrib |= {"width": width, "height": height, "style": f"--drawn: {width}px"}
     root.tail = None
     return ElementTree.tostring(root, encoding="unicode", short_empty_elements=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.report import numbers
+from quantkit.eval.report.frontier import weighed
 from quantkit.eval.report.palette import BASELINE_LOOK, Look, look
 from quantkit.eval.report.rules import divergence_of, speed_at
 from quantkit.eval.report.scales import LossScale, SizeScale, bytes_tick
@@ -47,8 +48,8 @@ def speed_panels(comparison: Comparison) -> list[Panel]:
 
 
 def memory_panel(comparison: Comparison) -> Panel | None:
-    """Quality against bytes; None where either is missing."""
-    formats = _with_size(_with_loss(comparison.formats))
+    """Quality against bytes, of formats that have both; None for fewer than two. Its front is the `frontier`."""
+    formats = list(weighed(comparison).values())
     if len(formats) < 2:
         return None
     return _loss_panel(comparison, formats, "Size of the weights", "bytes", _bytes, False)

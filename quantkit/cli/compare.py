@@ -120,19 +120,23 @@ def _again() -> str:
 def as_report_json(comparison: Comparison) -> dict[str, Any]:
     """What report.json holds."""
     from quantkit.eval.report.verdict import judge
+    from quantkit.eval.report.write import report_numbers
 
-    return comparison.to_dict() | {"verdict": judge(comparison).to_dict()}
+    return report_numbers(comparison, judge(comparison))
 
 
 def print_comparison(comparison: Comparison, page: Path) -> None:
+    from quantkit.eval.report.frontier import frontier
     from quantkit.eval.report.sources import source_lines
     from quantkit.eval.report.verdict import judge
 
+    kept = frontier(comparison)
     batches = sorted({speed.batch for found in comparison.formats if found.running for speed in found.running.speeds})
     columns = ["format", "bytes", "bits/weight", "perplexity", "change", "KL", *(f"tokens/s x{n}" for n in batches)]
-    rows = [[found.name, *_cells(found, batches)] for found in comparison.formats]
-    footer = "±: half of the 95 % interval" if any("±" in cell for row in rows for cell in row) else ""
-    print_table(f"{comparison.model} on {comparison.machine.device}", columns, rows, footer)
+    rows = [[found.name + " *" * (found.name in kept), *_cells(found, batches)] for found in comparison.formats]
+    footer = ["±: half of the 95 % interval"] if any("±" in cell for row in rows for cell in row) else []
+    footer += ["*: on the frontier, no other format has both fewer bytes and less KL"] if kept else []
+    print_table(f"{comparison.model} on {comparison.machine.device}", columns, rows, "; ".join(footer))
     for found in comparison.formats:
         if found.error:
             click.echo(f"{found.name} failed: {found.error}")

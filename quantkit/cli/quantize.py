@@ -81,6 +81,7 @@ def command(
     quantkit quantize demo -r awq-w4g128 -o demo-awq --text my-domain.jsonl --samples 64
     quantkit quantize demo -r best-w4g128 -o demo-best --text 2=bundled --text chats.jsonl --text src/
     quantkit quantize demo -r auto-w3.5 -o demo-mixed --target-bits 4.25
+    quantkit quantize demo -r tuned-w4g64 -o demo-few --target-bits 2.5
     quantkit quantize demo -r tuned-w3g64 -o demo-w3 --touch-up 300
     quantkit quantize demo -r rtn-w4g128-ct -o demo-w4 --kv-scales tensor
     quantkit quantize org/model -r nf4 -o model-nf4 --json
@@ -101,7 +102,7 @@ def command(
     if shard_size < 1:
         raise click.UsageError(f"--shard-size is {shard_size}, but must be at least 1 MB")
     if target_bits is not None:
-        changes = (*changes, f"target_bits={target_bits}")
+        changes = (*changes, *_mixing(recipe, changes, target_bits))
     if touch_up is not None:
         changes = (*changes, f"touch_up={touch_up}")
     if kv_scales is not None:
@@ -126,6 +127,18 @@ def command(
         print_json(report.to_dict())
     else:
         _print_report(report)
+
+
+def _mixing(recipe: str, changes: tuple[str, ...], target_bits: float) -> tuple[str, ...]:
+    """The changes for `--target-bits`; says so where layers need another layout than the recipe's."""
+    from quantkit.recipe import load_recipe
+    from quantkit.recipe.limits import target_bits_changes
+
+    loaded = load_recipe(recipe, changes)
+    more = target_bits_changes(loaded, target_bits)
+    if len(more) > 1:
+        click.echo(f"note: layout {loaded.format.name} has one scheme for all layers; {more[0]} instead", err=True)
+    return more
 
 
 def _print_plan(plan: QuantizePlan, as_json: bool) -> None:

@@ -56,6 +56,7 @@ def make_plan(job: Job) -> QuantizePlan:
         device=job.device,
         touch_up=job.recipe.touch_up,
         scales_cache=job.recipe.kv_scales is not None,
+        measures_bits=target_bits is not None,
     )
     needs = _needs(work, written, Path(job.output))
     layers = Layers(_mixed(chosen, target_bits) if target_bits else chosen, kept, bool(job.family.fused))

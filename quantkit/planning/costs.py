@@ -23,6 +23,7 @@ from quantkit.methods.costing import COPIES, GroupWork, Speed
 from quantkit.methods.statistics import SAMPLE
 from quantkit.passes.activations import choose_place
 from quantkit.passes.calibrated import KEPT_INNER_BYTES
+from quantkit.passes.sensitivity import FITTED_TOKENS, LENGTH, SCORED
 from quantkit.touch_up.learning import BATCH
 
 PROCESS_BYTES = 400_000_000  # Python with torch and transformers
@@ -53,6 +54,7 @@ class Work:
     device: str
     touch_up: int = 0  # steps at the end
     scales_cache: bool = False  # all tokens run through the model once more
+    measures_bits: bool = False  # what each group of layers loses by itself is measured first
 
     @property
     def tokens(self) -> int:
@@ -189,8 +191,26 @@ def estimated_seconds(work: Work) -> float:
         tokens += work.seq_len * work.touch_up * min(BATCH, work.samples) * PASSES
         forward = sum(2 * tokens * group.forward_weights for group in work.groups)
         total += forward / speed.product_flops
+    if work.measures_bits:
+        total += _measuring_seconds(work, speed)
     groups = Counter(work.quantized)  # blocks are mostly alike
     return total + sum(times * group.experts * _group_seconds(work, group, speed) for group, times in groups.items())
+
+
+def _measuring_seconds(work: Work, speed: Speed) -> float:
+    """Every group is rounded once, by few tokens, and fewer run on from there through the blocks after it."""
+    method = next(iter(work.method.candidates.values()), work.method)  # that rounds a group by itself
+    fitted = min(work.tokens, FITTED_TOKENS * max(group.inputs for group in work.quantized))
+    scored = SCORED * min(LENGTH, work.seq_len)
+    total, streams = 0.0, 1
+    for block in work.blocks:
+        streams += sum(group.fmt is not None for group in block)
+        tokens = 2 * fitted + streams * scored  # those fitted to run once to be seen, and once to the next block
+        total += sum(2 * tokens * group.forward_weights for group in block) / speed.product_flops
+    for group in work.quantized:
+        sums = 2 * fitted * group.share * group.inputs**2 / speed.product_flops
+        total += group.experts * (method.cost_seconds(group, fitted, speed) + sums)
+    return total
 
 
 def _group_seconds(work: Work, group: GroupWork, speed: Speed) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quantkit.formats import CtPacked, dialect_with
+from quantkit.formats import Awq, CtPacked, Gptq, IntegerFormat, build, dialect_with
 from quantkit.formats.kv_scheme import STRATEGIES
 
 if TYPE_CHECKING:
     from quantkit.recipe.file import Contents, Source
 
 _BITS = (2, 8)  # the least and the most that `target_bits` may ask for
+_ONE_SCHEME = (Awq.name, Gptq.name)  # layouts of grids that ct-packed stores too, and may mix
 
 
 def check_target_bits(recipe: Contents, source: Source) -> None:
@@ -35,6 +36,17 @@ def check_target_bits(recipe: Contents, source: Source) -> None:
                 f"'overrides.{index}' sets options of '{override.modules}', but 'target_bits' chooses them for every "
                 "layer; remove one of the two (an override with keep: true may stay)",
             )
+
+
+def target_bits_changes(recipe: Contents, target_bits: float) -> tuple[str, ...]:
+    """What `--target-bits` changes: the target, and a layout that has one scheme for the one that can mix its grid."""
+    target = f"target_bits={target_bits}"
+    if recipe.format.name not in _ONE_SCHEME:
+        return (target,)
+    fmt = build(recipe.format.name, recipe.format.options, "bfloat16")  # any dtype will do
+    assert isinstance(fmt, IntegerFormat)
+    sym = str(fmt.sym).lower()
+    return f"format={{name: {CtPacked.name}, group_size: {fmt.group_size}, sym: {sym}}}", target
 
 
 def check_kv_scales(recipe: Contents, source: Source) -> None:

@@ -1,6 +1,7 @@
 """make_plan: exact sizes against what quantize writes, estimates that move the right way, warnings that are true."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import quantkit
@@ -16,12 +18,12 @@ from quantkit.calibration import Calibration
 from quantkit.formats import Gptq
 from quantkit.inspection import inspect_checkpoint
 from quantkit.methods.best import BestMethod
-from quantkit.methods.costing import EXPERT_RUNS, GroupWork
+from quantkit.methods.costing import EXPERT_RUNS, GroupWork, Speed
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.rtn import RtnMethod
 from quantkit.pipeline.job import prepare
 from quantkit.planning import QuantizePlan, describe, make_plan
-from quantkit.planning.costs import Work, peak_memory
+from quantkit.planning.costs import Work, _measuring_seconds, estimated_seconds, peak_memory
 from quantkit.recipe import list_recipes, load_recipe
 from quantkit.sources import model_folder
 
@@ -177,6 +179,21 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     followed = peak_memory(replace(work, method=GptqMethod(target="model")))
     assert followed.scratch == 2 * one.scratch  # states of the original, beside its block and the drift
     assert one.ram + block_bytes + largest_hessian < followed.ram < one.ram + 1.2 * (block_bytes + largest_hessian)
+
+
+def test_measuring_bits_takes_longer_the_more_blocks_come_after_a_group() -> None:
+    """Every group's stream runs through all blocks after its own: twice the blocks, four times these runs."""
+    block = (GroupWork(256, (512, 512), Gptq()), GroupWork(512, (256,), Gptq()))
+    work = Work((block,) * 8, 256, 4, False, "bfloat16", 10**6, 10**6, 10**6, RtnMethod(), 16, 128, "cpu")
+    forward = Speed(torch.device("cpu"), 1e9, math.inf, 0.0, lambda name, call: 0.0)
+    half, whole = (_measuring_seconds(replace(work, blocks=(block,) * count), forward) for count in (64, 128))
+    assert 3 < whole / half < 4
+    kept = replace(work, blocks=((block[0], replace(block[1], fmt=None)),) * 8)
+    assert _measuring_seconds(kept, forward) < 0.7 * _measuring_seconds(work, forward)
+    rounding = replace(forward, product_flops=math.inf, rounding_seconds=1e-6)
+    assert _measuring_seconds(work, rounding) == pytest.approx(8 * 1e-6 * sum(group.weights for group in block))
+    asked = estimated_seconds(replace(work, measures_bits=True)), estimated_seconds(work)
+    assert asked[0] > asked[1]
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:

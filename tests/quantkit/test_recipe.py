@@ -34,6 +34,7 @@ BUNDLED = (
     *("q2_k", "q3_k_m", "q4_0", "q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0"),
     *("rtn-w2g64", "rtn-w3g128", "rtn-w4g128", "rtn-w4g128-asym", "rtn-w4g128-ct", "rtn-w4g32", "rtn-w4g64"),
     *("rtn-w8", "rtn-w8a8", "smoothquant-w8a8"),
+    *("tuned-auto-w2.5", "tuned-auto-w3.0"),
     *("tuned-w2g64", "tuned-w3g128", "tuned-w3g64", "tuned-w4g128", "tuned-w4g64"),
 )
 PLAIN = """\

@@ -99,7 +99,7 @@ def test_measured_numbers_are_close_to_the_page(
 def test_sizes_of_the_demo_are_those_of_the_plan(run_cli: Cli) -> None:
     """Of the transcript that takes minutes, what arithmetic knows: bytes, and bits per weight."""
     demo = ALL["docs/reference/compare.md", "make demo"].shown
-    shown = re.findall(r"^│ ([\w-]+) +│ +([\d.]+) MB │ +([\d.]+) │", demo, re.MULTILINE)
+    shown = re.findall(r"^│ ([\w-]+)(?: \*)? +│ +([\d.]+) MB │ +([\d.]+) │", demo, re.MULTILINE)
     recipes = ",".join(name for name, *_ in shown if name != "bfloat16")
     code, out, _ = run_cli("plan", "demo", "--gpu", "h200", "-r", recipes, "--json")
     assert code == 0

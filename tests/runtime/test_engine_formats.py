@@ -135,6 +135,7 @@ _LONG = (
     *("auto-w3.5", "awq-w3g128", "awq-w4g128", "awq-w4g32", "best-w4g128", "best-w4g64", "gptq-w2g64", "gptq-w3g64"),
     *("gptq-w4g128", "gptq-w4g32", "gptq-w4g64-asym", "gptq-w8", "nf4-plain", "rtn-w4g128", "rtn-w4g128-ct"),
     *("rtn-w4g64", "rtn-w8"),
+    *("tuned-auto-w2.5", "tuned-auto-w3.0"),
     *("tuned-w2g64", "tuned-w3g128", "tuned-w3g64", "tuned-w4g128", "tuned-w4g64"),
 )
 

@@ -73,6 +73,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/quantkit/passes/test_calibrated.py": 7,
     "tests/quantkit/passes/test_choice.py": 167,
     "tests/quantkit/test_auto_bits_quality.py": 107,
+    "tests/quantkit/test_tuned_auto_bits.py": 28,
     "tests/quantkit/test_calibrated_quality.py": 200,
     "tests/quantkit/test_convert.py": 6,
     "tests/quantkit/test_docs_guides.py": 700,
