@@ -16,6 +16,7 @@ import quantkit
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.convert import convert
+from quantkit.recipe import load_recipe
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
@@ -97,6 +98,10 @@ CHECKPOINTS: dict[str, tuple[Peer, float]] = {
     "awq-w3g128": (PACKED, EXACT),
     "best-w4g64": (AWQ, EXACT),
     "auto-w3.5": (PACKED, EXACT),
+    "tuned-w4g64": (AWQ, EXACT),
+    "tuned-w3g64": (PACKED, EXACT),
+    "tuned-w2g64": (PACKED, EXACT),
+    "gptq-w2g64": (PACKED, EXACT),
     "smoothquant-w8a8": (W8A8, INT8),
     "fp8-static": (FP8, FLOAT8),
     "rtn-w8": (Peer(("TorchLinear",), {"qweight": torch.int32}), EXACT),
@@ -142,7 +147,8 @@ def make(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
             if name in OWN:
                 recipe.write_text(OWN[name])
             little = Calibration(samples=8, seq_len=128)  # for methods that calibrate
-            chosen = str(recipe) if name in OWN else name
+            few = ("method.steps=20",) if name.startswith("tuned") else ()
+            chosen = load_recipe(str(recipe) if name in OWN else name, few)
             quantkit.quantize(model, chosen, output, calibration=little, quality_windows=0)
         return output
 
@@ -187,7 +193,7 @@ def test_logits_agree(
 ) -> None:
     peer, limit = CHECKPOINTS[name]
     # Two bits leave little of a small model, and what is left turns bfloat16 rounding into 1.2e-2.
-    dtype = torch.float32 if name == "rtn-w2g64" else "auto"
+    dtype = torch.float32 if name.endswith("w2g64") else "auto"
     assert _error(make(name), peer, tokens, dtype) <= limit
 
 
