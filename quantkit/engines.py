@@ -29,6 +29,11 @@ from quantkit.formats.mxfp4 import Mxfp4Dialect
 NOT_RUN = "by its source, not run"
 NO_SOURCE = "no source was found that says whether it reads this layout"
 UNQUANTIZED = "unquantized"
+# Seen with transformers 5.23 (docs/reference/interop.md).
+DECODE_ZERO_POINTS = (
+    "compressed-tensors 0.20 makes no room for packed zero points: give from_pretrained "
+    "quantization_config=CompressedTensorsConfig(dequantize=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Verdict:
     run: Run | None = None  # of a checkpoint of this layout
     sources: tuple[str, ...] = ()  # paths in the engine's project, where this was read
     known: bool = True
+    advice: str = ""  # what loading it needs
 
     @property
     def loads(self) -> bool | None:
@@ -89,7 +95,7 @@ class Verdict:
         """For people: why not, or with what."""
         project = PROJECTS.get(self.engine)
         beside = f"with {' and '.join(self.packages)}" if self.packages else ""
-        words = self.reasons or (beside, project.note if project else "")
+        words = self.reasons or (beside, self.advice, project.note if project else "")
         return "; ".join(word for word in words if word)
 
     @property
@@ -122,8 +128,13 @@ def verdicts(layers: Layers) -> list[Verdict]:
     for engine in rules.OTHERS:
         against = [refusal for refusal in refusals if refusal.engine == engine]
         verdict = _verdict(engine, against, readers.get(engine), dialect)
-        found.append(replace(verdict, run=_run(engine, layers)))
+        advice = DECODE_ZERO_POINTS if verdict.loads and engine == "transformers" and _packs_zero_points(layers) else ""
+        found.append(replace(verdict, run=_run(engine, layers), advice=advice))
     return found
+
+
+def _packs_zero_points(layers: Layers) -> bool:
+    return any(isinstance(fmt, CtPacked) and not fmt.sym for fmt in layers.distinct)
 
 
 def _verdict(engine: EngineName, against: list[Refusal], reader: str | None, dialect: Dialect | None) -> Verdict:
@@ -181,7 +192,7 @@ def _refusals(layers: Layers) -> Iterator[Refusal]:
         yield from (Refusal(engine, said, models) for engine, models in _MODELS.items())
     elif layers.has_experts and dialect is not None:
         yield from dialect.refusals_of_experts
-        if any(isinstance(fmt, CtPacked) and not fmt.sym for fmt in layers.distinct):
+        if _packs_zero_points(layers):
             said = "does not read zero points of experts; use a symmetric recipe"
             yield Refusal("transformers", said, rules.TRANSFORMERS_CT)
     if mixed and isinstance(dialect, CompressedTensorsDialect):

@@ -6,7 +6,6 @@ import gc
 import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_losses
+from quantkit.engines import Layers, verdicts
 from quantkit.errors import InputError, did_you_mean
 from quantkit.formats import dialect_of
 
@@ -67,6 +67,16 @@ def _vllm(device: str) -> Adapter:
     return VllmAdapter()
 
 
+def ways_to_load(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What transformers must be told beside the folder, as `DECODE_ZERO_POINTS` says."""
+    advised = {verdict.engine: verdict.advice for verdict in verdicts(Layers(checkpoint.formats))}
+    if not advised["transformers"]:
+        return {}
+    from transformers import CompressedTensorsConfig
+
+    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+
+
 class TransformersAdapter:
     """transformers with the packages that its quantizers need."""
 
@@ -84,18 +94,19 @@ class TransformersAdapter:
     def load(self, checkpoint: Checkpoint, window: int) -> str:
         """In float32 where the loader takes that: then only the layout can make a difference; else in its own dtype."""
         try:
-            self._load(checkpoint.folder, torch.float32, window)
+            self._load(checkpoint, torch.float32, window)
         except (ValueError, TypeError, RuntimeError, NotImplementedError):
-            self._load(checkpoint.folder, "auto", window)
+            self._load(checkpoint, "auto", window)
         return str(self._model.dtype)[6:]
 
-    def _load(self, folder: Path, dtype: torch.dtype | str, window: int) -> None:
+    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype | str, window: int) -> None:
         """With one short call: some kernels refuse a dtype only when they run."""
         for name, value in _FOR_SMALL_MACHINES.items():
             os.environ.setdefault(name, value)
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=self._device).eval()
+        how = ways_to_load(checkpoint) | {"dtype": dtype, "device_map": self._device}
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, **how).eval()
         self._logits(torch.zeros(1, min(window, 8), dtype=torch.long))
 
     @torch.inference_mode()

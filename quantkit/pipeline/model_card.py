@@ -197,6 +197,8 @@ def _way_to_load(verdict: Verdict, facts: CardFacts) -> str:
     start = f"{command.format(shell=shlex.quote(facts.title))} {flags}".rstrip()
     typed = "\n".join(filter(None, (install, start)))
     shown = [f"```\n{typed}\n```"] if typed else []
+    if verdict.advice:
+        shown.append(f"{cell(verdict.advice)}.")
     if python:
         shown.append(f"```python\n{python.format(python=json.dumps(facts.title, ensure_ascii=False))}\n```")
     return "\n\n".join(shown)

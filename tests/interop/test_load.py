@@ -16,6 +16,7 @@ import quantkit
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import Checkpoint
 from quantkit.convert import convert
+from quantkit.eval.interop.adapters import ways_to_load
 from quantkit.recipe import load_recipe
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
@@ -81,6 +82,7 @@ TORCH = Peer(("TorchLinear", "TorchAtenLinear"), {"qweight": torch.int32})
 BNB4 = Peer(("Linear4bit",), {"weight": torch.uint8})
 BNB8 = Peer(("Linear8bitLt",), {"weight": torch.int8})
 PACKED = Peer(("Linear",), {"weight_packed": torch.int32})  # compressed-tensors fills the layers of the model
+DECODED = Peer(("Linear",), {})  # compressed-tensors leaves the layers of the model as they were
 FLOAT4 = Peer(("Linear",), {"weight_packed": torch.uint8})
 W8A8 = Peer(("Linear",), {"weight": torch.int8})
 FP8 = Peer(("Linear",), {"weight": torch.float8_e4m3fn})
@@ -92,15 +94,15 @@ CHECKPOINTS: dict[str, tuple[Peer, float]] = {
     "act-order": (TORCH, EXACT),
     "gptq-3": (TORCH, EXACT),
     "gptq-asym": (TORCH, EXACT),
-    "gptq-w4g64-asym": (PACKED, EXACT),
+    "gptq-w4g64-asym": (DECODED, EXACT),
     "awq-w4g128": (AWQ, EXACT),
     "awq-w4g32": (AWQ, EXACT),
-    "awq-w3g128": (PACKED, EXACT),
+    "awq-w3g128": (DECODED, EXACT),
     "best-w4g64": (AWQ, EXACT),
     "auto-w3.5": (PACKED, EXACT),
     "tuned-w4g64": (AWQ, EXACT),
-    "tuned-w3g64": (PACKED, EXACT),
-    "tuned-w2g64": (PACKED, EXACT),
+    "tuned-w3g64": (DECODED, EXACT),
+    "tuned-w2g64": (DECODED, EXACT),
     "gptq-w2g64": (PACKED, EXACT),
     "smoothquant-w8a8": (W8A8, INT8),
     "fp8-static": (FP8, FLOAT8),
@@ -115,9 +117,9 @@ CHECKPOINTS: dict[str, tuple[Peer, float]] = {
     "llm-int8": (BNB8, INT8),
     "rtn-w4g128-ct": (PACKED, EXACT),
     "rtn-w3g128": (PACKED, EXACT),
-    "rtn-w2g64": (PACKED, EXACT),
+    "rtn-w2g64": (DECODED, EXACT),
     "mixed": (PACKED, EXACT),
-    "rows": (PACKED, EXACT),
+    "rows": (DECODED, EXACT),
     "rtn-w8a8": (W8A8, INT8),
     "fp8": (FP8, FLOAT8),
     "fp8-block": (FP8, FLOAT8),
@@ -125,7 +127,7 @@ CHECKPOINTS: dict[str, tuple[Peer, float]] = {
 }
 CONVERTED: list[tuple[str, str, Peer]] = [
     ("rtn-w4g128", "compressed-tensors", PACKED),  # scales stay float16 in a bfloat16 model
-    ("rtn-w4g128-asym", "compressed-tensors", PACKED),
+    ("rtn-w4g128-asym", "compressed-tensors", DECODED),
     ("rtn-w4g128", "gptq-v2", ATEN),
     ("rtn-w4g128", "awq", AWQ),
     ("rtn-w4g128-ct", "gptq", ATEN),
@@ -160,7 +162,8 @@ def _load(checkpoint: Path, dtype: torch.dtype | str = "auto") -> nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu")
+    how = ways_to_load(Checkpoint(checkpoint))
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu", **how)
     return loaded.eval()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quantkit.engines import NO_SOURCE, NOT_RUN, Layers, Verdict, layout_of, verdicts
+from quantkit.engines import DECODE_ZERO_POINTS, NO_SOURCE, NOT_RUN, Layers, Verdict, layout_of, verdicts
 from quantkit.formats import (
     DIALECTS,
     Awq,
@@ -232,6 +232,14 @@ def test_packages_are_values_and_the_remark_is_made_of_them(fmt: Format, package
     assert all(verdict.loads for verdict in found if verdict.engine in ("transformers", "vLLM", "SGLang"))
     (transformers,) = [verdict for verdict in found if verdict.engine == "transformers"]
     assert transformers.remark == "with " + " and ".join(packages["transformers"])
+
+
+def test_zero_points_of_compressed_tensors_are_decoded_while_loading() -> None:
+    for symmetric, advice in ((True, ""), (False, DECODE_ZERO_POINTS)):
+        found = {verdict.engine: verdict for verdict in verdicts(Layers({"a": CtPacked(sym=symmetric)}))}
+        assert {verdict.advice for engine, verdict in found.items() if engine != "transformers"} == {""}
+        assert found["transformers"].advice == advice
+        assert found["transformers"].remark.endswith(advice or "with compressed-tensors")
 
 
 def test_a_verdict_as_json() -> None:
