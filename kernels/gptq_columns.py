@@ -1,6 +1,6 @@
-"""One block of GPTQ's rounding on a GPU: up to 128 columns, one after the other, in a single launch.
+"""One block of GPTQ's rounding on a GPU: up to 128 columns, one after the other, of several layers in a single launch.
 
-Layout   block, scale, zero, codes, errors  [columns, out], contiguous; factor [columns, columns] in any layout
+Layout   block, scale, zero, codes, errors  [layers, columns, out]; factor [layers, columns, columns] in any layout
 Meaning  `reference.gptq.round_columns`: round column i to its grid, divide the error by factor[i, i], subtract
          factor[i, j] * error from every later column j
 Limits   at most 128 columns; float32 throughout
@@ -31,12 +31,21 @@ def _round_block(
     errors,
     out,
     width,
+    layers,
     rows,
     steps,
     top,
     COLUMNS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
+    layer = tl.program_id(1).to(tl.int64)
+    start = layer * width * out
+    block += start
+    scale += start
+    zero += start
+    codes += start
+    errors += start
+    factor += layer * layers
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, COLUMNS)
     here = outputs < out
@@ -57,13 +66,14 @@ def _round_block(
 
 
 def round_columns(block: Tensor, scale: Tensor, zero: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 and errors float32, both [columns, out], of a block of columns. Does not change `block`."""
-    width, out = block.shape
+    """Codes uint8 and errors float32, both [layers, columns, out], of blocks of columns. Does not change `block`."""
+    layers, width, out = block.shape
     assert width <= COLUMNS, f"{width} columns, at most {COLUMNS} fit"
+    block = block.contiguous()
     codes = torch.empty_like(block, dtype=torch.uint8)
     errors = torch.empty_like(block)
-    _round_block[(triton.cdiv(out, _OUTPUTS),)](
-        block.contiguous(),
+    _round_block[(triton.cdiv(out, _OUTPUTS), layers)](
+        block,
         scale.contiguous(),
         zero.contiguous(),
         factor,
@@ -73,6 +83,7 @@ def round_columns(block: Tensor, scale: Tensor, zero: Tensor, factor: Tensor, to
         width,
         factor.stride(0),
         factor.stride(1),
+        factor.stride(2),
         float(top),
         COLUMNS=COLUMNS,
         OUTPUTS=_OUTPUTS,

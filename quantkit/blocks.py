@@ -186,9 +186,20 @@ class BlockRunner:
 
     def load(self, layer: int, arguments: Mapping[str, Any]) -> tuple[BlockPart, ...]:
         """One block with its weights, checked for NaN and Inf, as its residual parts."""
+        with self.checkpoint.kept_open():
+            weights = self._weights(layer)
+            block: nn.Module = self.blocks[layer]
+            block.load_state_dict(weights, assign=True)
+            prefix = f"{self.family.blocks}.{layer}."
+            for module in self._modules[layer][1]:
+                serve_inputs(block.get_submodule(module.removeprefix(prefix)), self.checkpoint, module)
+        return parts_of(block.eval(), self.family.stages(layer, self.checkpoint.config), arguments)
+
+    def _weights(self, layer: int) -> dict[str, Tensor]:
+        """Of a block, by their names within it."""
         prefix = f"{self.family.blocks}.{layer}."
-        weights: dict[str, Tensor] = {}
         plain, quantized = self._modules[layer]
+        weights = {}
         for name in plain:
             tensor = self.checkpoint.tensor(name).to(self.device)
             require_finite(name, tensor)
@@ -196,11 +207,7 @@ class BlockRunner:
         for module in quantized:
             decoded = self.checkpoint.weight(module, self.dtype, self.device)
             weights[f"{module.removeprefix(prefix)}.weight"] = decoded
-        block: nn.Module = self.blocks[layer]
-        block.load_state_dict(weights, assign=True)
-        for module in quantized:
-            serve_inputs(block.get_submodule(module.removeprefix(prefix)), self.checkpoint, module)
-        return parts_of(block.eval(), self.family.stages(layer, self.checkpoint.config), arguments)
+        return weights
 
     def free(self, layer: int) -> None:
         """Makes a block an empty shell again."""

@@ -121,11 +121,12 @@ class Checkpoint:
     @contextmanager
     def kept_open(self) -> Iterator[None]:
         """Within, every file is opened once. Opening reads the header: 60 ms where it names 20,000 tensors."""
-        self._kept = {}
+        outermost, self._kept = self._kept is None, self._kept or {}
         try:
             yield
         finally:
-            self._kept = None
+            if outermost:
+                self._kept = None
             if self.gguf is not None:
                 self.gguf.let_go()
 

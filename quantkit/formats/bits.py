@@ -22,6 +22,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
     """uint8 [..., n] with values below 2**bits -> int32 [..., packed_width(n)]; the last word is padded with zeros."""
     count = values.shape[-1]
     padded = torch.nn.functional.pad(values, (0, -count % BLOCK))
+    if 8 % bits == 0:
+        return _pack_bytes(padded, bits)[..., : packed_width(count, bits)].contiguous()
     blocks = padded.unflatten(-1, (-1, BLOCK))
     words = torch.zeros(*blocks.shape[:-1], bits, dtype=torch.int32, device=values.device)
     for k in range(BLOCK):
@@ -36,6 +38,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """int32 [..., w] -> uint8 [..., count]: the inverse of `pack`."""
     mask = (1 << bits) - 1
+    if 8 % bits == 0:
+        return _unpack_bytes(words, bits)[..., :count].contiguous()
     padded = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
     blocks = padded.unflatten(-1, (-1, bits))
     values = torch.empty(*blocks.shape[:-1], BLOCK, dtype=torch.uint8, device=words.device)
@@ -47,3 +51,18 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
             value = (value & ((1 << low_bits) - 1)) | ((blocks[..., word + 1] << low_bits) & mask)
         values[..., k] = value.to(torch.uint8)
     return values.flatten(-2)[..., :count].contiguous()
+
+
+def _pack_bytes(values: Tensor, bits: int) -> Tensor:
+    """The same for widths with whole values in a byte: the bytes of a word are in the order of the stream."""
+    each = 8 // bits
+    packed = values[..., ::each].clone(memory_format=torch.contiguous_format)
+    for k in range(1, each):
+        packed |= values[..., k::each] << (k * bits)
+    return packed.view(torch.int32)
+
+
+def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
+    packed = words.contiguous().view(torch.uint8)
+    mask = (1 << bits) - 1
+    return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], -1).flatten(-2)

@@ -100,7 +100,8 @@ def round_to_blocks(weight: Tensor, grid: GgufWeight, order: Tensor, factor: Ten
     if grid.kind.table:
         return _round_to_table(shifted[:, order], grid, scales, group, order, factor)
     zeros = torch.full_like(scales, float(grid.kind.zero))
-    return round_in_order(shifted[:, order], scales, zeros, group, (1 << grid.kind.bits) - 1, order, factor)
+    columns, top = shifted.T[order], (1 << grid.kind.bits) - 1
+    return round_in_order(columns[None], scales[None], zeros[None], group[None], top, order[None], factor[None])[0]
 
 
 def _round_to_table(

@@ -12,7 +12,7 @@ W + W D H^-1 with D = sum of (y - x) x^T. Rounding a weight on the way there is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -103,7 +103,17 @@ class GptqMethod(Method):
         return AwqMethod(clip=self.searches_grid).choose_scales(weight, fmt, inputs, tie)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
-        result = quantize_layer(weight, fmt, inputs.require_hessian(), self, inputs.drift)
+        return self._rounded(quantize_layer(weight, fmt, inputs.require_hessian(), self, inputs.drift))
+
+    def round_together(
+        self, weights: Sequence[Tensor], fmt: Format, inputs: Sequence[InputStatistics]
+    ) -> list[Rounded]:
+        if self.sweeps or self.order == "desc_act":  # codes that are swept, and groups that differ, one by one
+            return super().round_together(weights, fmt, inputs)
+        hessians = torch.stack([each.require_hessian() for each in inputs])
+        return [self._rounded(result) for result in quantize_layers(torch.cat([*weights]), fmt, hessians, self)]
+
+    def _rounded(self, result: GptqResult) -> Rounded:
         notes: dict[str, float | str] = {"damping": result.damping}
         if result.damping > self.damping:
             notes["damping_reason"] = "H had no Cholesky factor with less"
@@ -162,27 +172,47 @@ def quantize_layer(
 
     No row is worse than plainly rounded, except that rows of scattered groups cannot be exchanged one by one.
     """
+    (result,) = quantize_layers(weight, fmt, hessian[None], method, drift)
+    return result
+
+
+def quantize_layers(
+    weight: Tensor, fmt: Format, hessians: Tensor, method: GptqMethod | None = None, drift: Tensor | None = None
+) -> list[GptqResult]:
+    """The same for layers of one shape with their outputs stacked, [layers * out, in], and an H each [layers, in, in].
+
+    Drift, sweeps and order `desc_act` are for a single one.
+    """
     method = method or GptqMethod()
     fmt = require_integer(method.name, fmt)
+    layers = len(hessians)
     plain = fmt.quantize(weight)
-    rounding_loss = output_loss(weight, plain, hessian)
-    if not bool(hessian.diagonal().any()):  # calibration never reached this layer
-        return GptqResult(plain, rounding_loss, rounding_loss, 0.0)
-    order = column_order(hessian, method.order)
-    factor, damping = inverse_factor(hessian, order, method.damping)
+    rounding_loss = output_loss(weight, plain, hessians)
+    if not bool(hessians.diagonal(dim1=1, dim2=2).any(1).all()):  # calibration never reached one of these layers
+        if layers == 1:
+            return [GptqResult(plain, rounding_loss, rounding_loss, 0.0)]
+        alone = zip(weight.chunk(layers), hessians, strict=True)
+        return [quantize_layer(each, fmt, hessian, method) for each, hessian in alone]
+    order = torch.stack([column_order(hessian, method.order) for hessian in hessians])
+    found = [inverse_factor(hessian, each, method.damping) for hessian, each in zip(hessians, order, strict=True)]
+    factors, dampings = torch.stack([factor for factor, _ in found]), [damping for _, damping in found]
+    del found
     if drift is not None:
-        weight = weight.float() + SHARE * _making_up(weight, drift, order, factor)
-        rounding_loss = output_loss(weight, plain, hessian)
-    grid = _grid(weight, fmt, hessian, order, method)
-    codes = _round_columns(weight.float()[:, order], grid, order, factor)
-    quantized = replace(grid, codes=codes)
-    loss = output_loss(weight, quantized, hessian)
+        weight = weight.float() + SHARE * _making_up(weight, drift, order[0], factors[0])
+        rounding_loss = output_loss(weight, plain, hessians)
+    grid = _grid(weight, fmt, hessians, order, method)
+    quantized = replace(grid, codes=_round_columns(weight, grid, order, factors))
+    loss = output_loss(weight, quantized, hessians)
     if method.sweeps:
-        swept = descend(weight, quantized, _damped(hessian, damping), order, method.sweeps)
-        quantized, loss = better_rows(swept, output_loss(weight, swept, hessian), quantized, loss)
+        swept = descend(weight, quantized, _damped(hessians[0], dampings[0]), order[0], method.sweeps)
+        quantized, loss = better_rows(swept, output_loss(weight, swept, hessians), quantized, loss)
     if quantized.group_of is None:  # a row so easy that compensation only adds noise: rare
         quantized, loss = better_rows(quantized, loss, plain, rounding_loss)
-    return GptqResult(quantized, loss, rounding_loss, damping)
+    each_one = quantized.split_rows([len(weight) // layers] * layers)
+    return [
+        GptqResult(*result)
+        for result in zip(each_one, loss.chunk(layers), rounding_loss.chunk(layers), dampings, strict=True)
+    ]
 
 
 def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
@@ -231,44 +261,52 @@ def column_order(hessian: Tensor, kind: str) -> Tensor:
     return torch.argsort(hessian.diagonal(), descending=True, stable=True)
 
 
-def _grid(weight: Tensor, fmt: IntegerFormat, hessian: Tensor, order: Tensor, method: GptqMethod) -> IntegerWeight:
+def _grid(weight: Tensor, fmt: IntegerFormat, hessians: Tensor, order: Tensor, method: GptqMethod) -> IntegerWeight:
     """Scales and zero points for all groups; under desc_act the groups follow the order of the columns."""
     scattered = method.order == "desc_act" and fmt.group_size != -1
     if scattered:
-        weight, hessian = weight[:, order], hessian[order][:, order]
-    grid = search_grid(weight, fmt, hessian) if method.searches_grid else fmt.quantize(weight)
+        weight, hessians = weight[:, order[0]], hessians[:, order[0]][:, :, order[0]]
+    grid = search_grid(weight, fmt, hessians) if method.searches_grid else fmt.quantize(weight)
     if not scattered:
         return grid
-    group_of = torch.empty_like(order, dtype=torch.int32)
-    group_of[order] = contiguous_groups(len(order), grid.group_size, order.device)
+    group_of = torch.empty_like(order[0], dtype=torch.int32)
+    group_of[order[0]] = contiguous_groups(len(group_of), grid.group_size, order.device)
     return replace(grid, group_of=group_of)
 
 
-def _round_columns(weight: Tensor, grid: IntegerWeight, order: Tensor, factor: Tensor) -> Tensor:
-    """Codes [out, in] of a weight whose columns stand in the given order."""
-    group = grid.input_groups()[order]
-    scales, zeros = grid.scales.float().T.contiguous(), grid.zeros.float().T.contiguous()  # [groups, out]
-    return round_in_order(weight, scales, zeros, group, (1 << grid.bits) - 1, order, factor)
+def _round_columns(weight: Tensor, grid: IntegerWeight, order: Tensor, factors: Tensor) -> Tensor:
+    """Codes [layers * out, in] of stacked weights; order [layers, in]."""
+    by_layer = [each.float().unflatten(0, (len(order), -1)) for each in (weight, grid.scales, grid.zeros)]
+    columns, scales, zeros = (each.mT.contiguous() for each in by_layer)  # [layers, in or groups, out]
+    top = (1 << grid.bits) - 1
+    codes = round_in_order(_rows(columns, order), scales, zeros, grid.input_groups()[order], top, order, factors)
+    return codes.flatten(0, 1)
+
+
+def _rows(matrices: Tensor, which: Tensor) -> Tensor:
+    """Of every matrix [layers, rows, out] the rows that stand in its line of `which` [layers, ...]."""
+    return matrices[torch.arange(len(which), device=which.device)[:, None], which]
 
 
 def round_in_order(
-    weight: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int, order: Tensor, factor: Tensor
+    columns: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int, order: Tensor, factors: Tensor
 ) -> Tensor:
-    """The same with scales and zeros [groups, out], and the group of every column in that order."""
-    columns = weight.T.contiguous()  # [in, out]: one column of the weight is one run of memory
-    del weight
+    """Codes [layers, out, in] of columns [layers, in, out] in this order [layers, in], which are overwritten.
+
+    With scales and zeros [layers, groups, out], and the group of every column in that order.
+    """
     codes = torch.empty_like(columns, dtype=torch.uint8)
     round_block = _kernel(columns.device)
-    for start in range(0, len(columns), BLOCK):
-        end = min(start + BLOCK, len(columns))
-        rows = group[start:end]
-        codes[start:end], errors = round_block(
-            columns[start:end], scales[rows], zeros[rows], factor[start:end, start:end], top
+    inputs = columns.shape[1]
+    for start in range(0, inputs, BLOCK):
+        end = min(start + BLOCK, inputs)
+        rows = group[:, start:end]
+        codes[:, start:end], errors = round_block(
+            columns[:, start:end], _rows(scales, rows), _rows(zeros, rows), factors[:, start:end, start:end], top
         )
-        columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    result = torch.empty_like(codes)
-    result[order] = codes
-    return result.T.contiguous()
+        columns[:, end:].baddbmm_(factors[:, start:end, end:].mT, errors, alpha=-1)
+    result = torch.empty_like(codes).scatter_(1, order[:, :, None].expand_as(codes), codes)
+    return result.mT.contiguous()
 
 
 def _kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:

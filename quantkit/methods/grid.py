@@ -26,10 +26,15 @@ SIGNED = 7  # bits up to which a scale has a sign; one code of 256 would gain no
 def search_grid(
     weight: Tensor, fmt: IntegerFormat, hessian: Tensor, shrink: tuple[float, ...] = SHRINK
 ) -> IntegerWeight:  # fmt: skip
-    """A weight [out, in], rounded to the nearest code of each group's best grid; `shrink` begins with 1."""
+    """A weight [out, in], rounded to the nearest code of each group's best grid; `shrink` begins with 1.
+
+    With several H [layers, in, in] the outputs of as many layers are stacked.
+    """
     width = fmt.group_width(weight.shape[1])
-    blocks = diagonal_blocks(hessian, width)  # [groups, width, width]
-    groups = weight.float().unflatten(1, (-1, width)).transpose(0, 1).contiguous()  # [groups, out, width]
+    blocks = diagonal_blocks(hessian, width).flatten(0, -3)  # [layers * groups, width, width]
+    layers = hessian.shape[0] if hessian.ndim == 3 else 1
+    count = weight.shape[1] // width
+    groups = weight.float().view(layers, -1, count, width).transpose(1, 2).flatten(0, 1).contiguous()
     low, high = ranges(groups)
     scales, zeros = fmt.fit(low, high)
     least = _loss(groups, scales, zeros, fmt.bits, blocks)
@@ -40,7 +45,8 @@ def search_grid(
         better = loss < least
         least = torch.where(better, loss, least)
         scales, zeros = torch.where(better, tried, scales), torch.where(better, origins, zeros)
-    return round_to_grid(weight, scales.T.contiguous(), zeros.T.contiguous(), fmt.bits, width)
+    scales, zeros = (each.unflatten(0, (layers, count)).transpose(1, 2).reshape(-1, count) for each in (scales, zeros))
+    return round_to_grid(weight, scales, zeros, fmt.bits, width)
 
 
 def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor]:
@@ -52,9 +58,9 @@ def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor]:
 
 
 def diagonal_blocks(hessian: Tensor, width: int) -> Tensor:
-    """The blocks [groups, width, width] on the diagonal of H [in, in]."""
-    count = hessian.shape[0] // width
-    return torch.stack([hessian[i * width : (i + 1) * width, i * width : (i + 1) * width] for i in range(count)])
+    """The blocks [..., groups, width, width] on the diagonal of H [..., in, in]."""
+    cut = hessian.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))  # [..., groups, width, groups, width]
+    return cut.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).contiguous()
 
 
 def _loss(groups: Tensor, scales: Tensor, zeros: Tensor, bits: int, blocks: Tensor) -> Tensor:

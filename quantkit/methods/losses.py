@@ -11,14 +11,24 @@ from quantkit.formats import IntegerWeight, QuantizedWeight
 
 
 def output_loss(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> Tensor:
-    """Squared error of each output [out], summed over the calibration inputs."""
+    """Squared error of each output [out], summed over the calibration inputs.
+
+    With several H [layers, in, in] the outputs of as many layers are stacked.
+    """
     error = weight.float() - quantized.dequantize()
-    return ((error @ hessian) * error).sum(-1)
+    return (_times(error, hessian) * error).sum(-1)
 
 
 def output_energy(weight: Tensor, hessian: Tensor) -> Tensor:
-    """Square of each output [out], summed over the calibration inputs."""
-    return ((weight.float() @ hessian) * weight.float()).sum(-1)
+    """Square of each output [out], summed over the calibration inputs; stacked as for `output_loss`."""
+    weight = weight.float()
+    return (_times(weight, hessian) * weight).sum(-1)
+
+
+def _times(rows: Tensor, hessian: Tensor) -> Tensor:
+    if hessian.ndim == 2:
+        return rows @ hessian
+    return torch.bmm(rows.unflatten(0, (len(hessian), -1)), hessian).flatten(0, 1)
 
 
 def better_rows(

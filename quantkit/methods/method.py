@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -126,6 +126,15 @@ class Method(ABC):
     @abstractmethod
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         """A weight [out, in] as codes of the format; on integer grids that of all layers that share the input."""
+
+    def round_together(
+        self, weights: Sequence[Tensor], fmt: Format, inputs: Sequence[InputStatistics]
+    ) -> list[Rounded]:
+        """Weights of one shape that each read inputs of their own, as experts do: by default one after the other.
+
+        A method that can work on all of them at once spares a GPU the wait for its host.
+        """
+        return [self.round(weight, fmt, each) for weight, each in zip(weights, inputs, strict=True)]
 
     def round_without_data(self, weight: Tensor, fmt: Format) -> Rounded:
         """For methods that are not calibrated: `round`, with statistics of no inputs at all."""

@@ -42,8 +42,8 @@ def small_cases(card: Card) -> Iterator[Case]:
         yield Case(f"greedy {vocabulary}", lambda dtype, vocabulary=vocabulary: greedy(_rows(dtype, vocabulary)))
         yield Case(f"sample {vocabulary}", lambda dtype, vocabulary=vocabulary: _sample(_rows(dtype, vocabulary)))
     yield Case("sample of float32", lambda dtype: _sample(_rows(torch.float32, 50_257)))
-    block = torch.zeros(COLUMNS, 96)
-    yield Case("gptq", lambda dtype: round_columns(block, block + 1, block, torch.eye(COLUMNS), 15))
+    block = torch.zeros(2, COLUMNS, 96)
+    yield Case("gptq", lambda dtype: round_columns(block, block + 1, block, torch.eye(COLUMNS).expand(2, -1, -1), 15))
 
 
 def _rows(dtype: torch.dtype, width: int = _WIDTH) -> Tensor:
