@@ -51,11 +51,13 @@ class SeparateExperts(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Hidden states [tokens, hidden]; the numbers and weights [tokens, experts of a token] of those chosen."""
         total = torch.zeros_like(hidden)
-        for number, expert in enumerate(self.children()):
-            tokens, place = (chosen == number).nonzero(as_tuple=True)
-            if len(tokens):
-                output = expert(hidden[tokens]) * weights[tokens, place, None]
-                total.index_add_(0, tokens, output.to(total.dtype))
+        experts = list(self.children())
+        each, order = chosen.flatten().sort(stable=True)  # the tokens of an expert stand together, in their order
+        tokens, shares = order // chosen.shape[1], weights.flatten()[order, None]
+        counts = each.bincount(minlength=len(experts)).tolist()  # the only wait for a device
+        for expert, own, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
+            if len(own):
+                total.index_add_(0, own, (expert(hidden[own]) * share).to(total.dtype))
         return total
 
 

@@ -6,7 +6,13 @@ sums in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from quantkit.formats import Shape
+from quantkit.methods.costing import COPIES
+from quantkit.methods.statistics import SAMPLE
 
 BATCH_TOKENS = 4096  # run through a block at once, on a CPU and on a GPU of up to 32 GB
 _MOST_BATCHES = 8  # of these on a GPU with more
@@ -22,8 +28,24 @@ def batch_tokens(device: torch.device, *, eager: bool = False) -> int:
     return BATCH_TOKENS * min(_MOST_BATCHES, max(1, _gpu_bytes(device) // _GPU_BYTES_FOR_BATCH))
 
 
-def together_bytes(device: torch.device) -> int:
-    """Bytes of statistics, weights and tokens of experts that are rounded together; a single one may take more."""
+def experts_together(device: torch.device, shapes: Iterable[Shape]) -> int:
+    """Experts that are rounded at once, by what is rounded of each one after the other: outputs and inputs."""
+    largest = max(expert_bytes(*shape) for shape in shapes)
+    return max(1, _bytes(device) // largest)
+
+
+def expert_bytes(outputs: int, inputs: int) -> int:
+    """Of one expert while it is rounded: H and its weights in float32 several times, and a sample of what it reads."""
+    return 4 * inputs * (COPIES * (inputs + outputs) + SAMPLE)
+
+
+def gathered_rows(device: torch.device, width: int) -> int:
+    """Tokens for an expert that are gathered before their products are summed; a batch more than that at most."""
+    return max(1, _bytes(device) // (16 * width))
+
+
+def _bytes(device: torch.device) -> int:
+    """That experts may take together; a single one takes more where it must."""
     return _gpu_bytes(device) // _GPU_SHARE if device.type == "cuda" else _CPU_BYTES
 
 

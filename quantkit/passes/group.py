@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,10 +15,9 @@ from quantkit.arch import Family
 from quantkit.blocks import weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError, QuantkitError
-from quantkit.formats import Format, GgufWeight, IntegerFormat, IntegerWeight, QuantizedWeight
+from quantkit.formats import Format, GgufWeight, IntegerWeight, QuantizedWeight
 from quantkit.formats.base import DTYPES
 from quantkit.methods import Method
-from quantkit.methods.losses import output_energy
 from quantkit.methods.method import UNREACHED, Rounded
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes.folding import (
@@ -35,11 +33,15 @@ from quantkit.passes.folding import (
 )
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer, relative_error
 from quantkit.passes.scale_limits import Limits, column_limits, norm_limits, row_limits
+from quantkit.passes.stage_rounding import RoundedLinear, Unrounded, round_stages
 from quantkit.stages import Fold, Stage
 
 
-class Unrounded(NamedTuple):
-    """A linear as it was when it was rounded."""
+OfExpert = tuple[Stage, InputStatistics, Mapping[str, Any]]  # what its linears read, and notes for their log
+
+
+class Start(NamedTuple):
+    """What a linear was rounded from, and reads."""
 
     weight: Tensor  # with input scales, float32
     absmax: Tensor  # the largest magnitude that it reads
@@ -64,7 +66,7 @@ class BlockQuantizer:
             module.removeprefix(self._prefix): fmt for module, fmt in chosen.items() if module.startswith(self._prefix)
         }
         self._stored = DTYPES[source.dtype]  # of the plain tensors
-        self._unrounded: dict[str, Unrounded] = {}  # where the method goes on from there: `tune_block`
+        self._unrounded: dict[str, Start] = {}  # where the method goes on from there: `tune_block`
         self._layers: dict[str, QuantizedLayer] = {}
         self._changed: set[str] = set()  # plain tensors that took scales
         self._column_scales: dict[str, Tensor] = {}  # of linears whose norm took them, until they are rounded
@@ -103,27 +105,22 @@ class BlockQuantizer:
         """Says something of the whole block in the log of each layer."""
         self._layers = {name: replace(layer, log={**layer.log, **notes}) for name, layer in self._layers.items()}
 
-    def quantize(
-        self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any] | None = None
-    ) -> Tensor | None:
-        """Quantizes the linears of a stage in place, or those of one expert (`Stage.by_expert`).
-
-        Returns what these inputs are divided by from now on. `notes` go to the log of each linear.
-        """
-        formats = [self.formats[name] for name in stage.names]
-        linears = [block.get_submodule(name) for name in stage.names]
-        try:
-            weights = [self._weight(block, name) for name in stage.names]
-            divisor, scaling = self._scale(block, stage, weights, formats[0], inputs)
-            if divisor is not None:  # in float32: the block's own dtype may hold less
-                weights = [weight * divisor for weight in weights]
-            log = dict(notes or {}) | scaling
-            rounded = _round(self.method, weights, formats, inputs)
-            for name, linear, weight, fmt, part in zip(stage.names, linears, weights, formats, rounded, strict=True):
-                self._keep(name, linear, weight, fmt, part, inputs, log)
-        except InputError as error:
-            raise InputError(f"{self._prefix}{stage.names[0]}: {error}") from error
+    def quantize(self, block: nn.Module, stage: Stage, inputs: InputStatistics) -> Tensor | None:
+        """Quantizes the linears of a stage in place; returns what these inputs are divided by from now on."""
+        (divisor,) = self.quantize_together(block, [(stage, inputs, {})])
         return divisor
+
+    def quantize_together(self, block: nn.Module, experts: Sequence[OfExpert]) -> list[Tensor | None]:
+        """The same for one stage of several experts (`Stage.by_expert`), with notes for the log of each one's linears.
+
+        The method sees them together.
+        """
+        ready = [self._scaled(block, *each) for each in experts]
+        formats = [self.formats[name] for name in ready[0].stage.names]  # experts of a stage share them
+        for one, rounded in zip(ready, round_stages(self.method, ready, formats, self._prefix), strict=True):
+            for name, weight, fmt, linear in zip(one.stage.names, one.weights, formats, rounded, strict=True):
+                self._keep(block, name, weight, fmt, linear, one.inputs)
+        return [one.divisor for one in ready]
 
     def scale_norm(self, block: nn.Module, norm: str, inputs: InputStatistics) -> tuple[Tensor | None, dict[str, Any]]:
         """Chooses input scales for all that reads a norm, and puts them there: experts, what chooses among them, and
@@ -182,6 +179,18 @@ class BlockQuantizer:
         """What a linear is rounded from, float32 [out, in]."""
         weight, scales = weight_of(block.get_submodule(name)).float(), self._column_scales.pop(name, None)
         return weight if scales is None else weight * scales
+
+    def _scaled(
+        self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any]
+    ) -> Unrounded:
+        weights = [self._weight(block, name) for name in stage.names]
+        try:
+            divisor, scaling = self._scale(block, stage, weights, self.formats[stage.names[0]], inputs)
+        except InputError as error:
+            raise InputError(f"{self._prefix}{stage.names[0]}: {error}") from error
+        if divisor is not None:  # in float32: the block's own dtype may hold less
+            weights = [weight * divisor for weight in weights]
+        return Unrounded(stage, weights, inputs, divisor, {**notes, **scaling})
 
     def _scale(
         self, block: nn.Module, stage: Stage, weights: list[Tensor], fmt: Format, inputs: InputStatistics
@@ -249,60 +258,16 @@ class BlockQuantizer:
         return taken[-len(rows) :]
 
     def _keep(
-        self,
-        name: str,
-        linear: nn.Module,
-        weight: Tensor,
-        fmt: Format,
-        rounded: Rounded,
-        inputs: InputStatistics,
-        notes: dict[str, Any],
+        self, block: nn.Module, name: str, weight: Tensor, fmt: Format, linear: RoundedLinear, inputs: InputStatistics
     ) -> None:
-        """Remembers a layer, rounded from `weight`, and leaves its decoded weight in the block."""
-        quantized = fmt.with_input_scale(rounded.quantized, inputs.absmax.amax())
-        log = notes | dict(rounded.notes or {}) | _losses(rounded, weight, inputs) | _outliers(fmt, inputs)
-        decoded = quantized.dequantize()
-        error = relative_error(decoded, weight)
-        self._layers[name] = QuantizedLayer(self._prefix + name, fmt, quantized, error, log)
+        """Remembers a linear, rounded from `weight`, and leaves its decoded weight in the block."""
+        module, quantized = self._prefix + name, linear.quantized
+        self._layers[name] = QuantizedLayer(module, fmt, quantized, linear.relative_error, linear.log)
         if self.method.tunes_blocks:  # it is not finished yet
-            self._unrounded[name] = Unrounded(weight.clone(), inputs.absmax.amax())
+            self._unrounded[name] = Start(weight.clone(), inputs.absmax.amax())
         else:
             self._on_layer(self._layers[name])
-        _set_weight(linear, decoded)
-
-
-def _round(method: Method, weights: list[Tensor], formats: list[Format], inputs: InputStatistics) -> list[Rounded]:
-    """Layers that share an input are rounded as one matrix on integer grids, which have no scale beyond one row, and
-    where they must share the scale of the whole; these have one format."""
-    fmt = formats[0]
-    if len(weights) == 1 or not (isinstance(fmt, IntegerFormat) or fmt.scales_tensor):
-        return [method.round(weight, each, inputs) for weight, each in zip(weights, formats, strict=True)]
-    sizes = [len(weight) for weight in weights]
-    whole = method.round(torch.cat(weights), fmt, inputs)
-    none: list[Tensor | None] = [None] * len(sizes)
-    losses = none if whole.loss is None else list(whole.loss.split(sizes))
-    plain = none if whole.rounding_loss is None else list(whole.rounding_loss.split(sizes))
-    parts = zip(whole.quantized.split_rows(sizes), losses, plain, strict=True)
-    return [Rounded(quantized, loss, rounding, whole.notes) for quantized, loss, rounding in parts]
-
-
-def _losses(rounded: Rounded, weight: Tensor, inputs: InputStatistics) -> dict[str, float]:
-    """Losses relative to the outputs' energy, so that layers compare."""
-    if rounded.loss is None or rounded.rounding_loss is None:
-        return {}
-    energy = max(float(output_energy(weight, inputs.require_hessian()).sum()), 1e-30)
-    loss = float(rounded.loss.sum()) / energy
-    if not math.isfinite(loss):
-        raise InputError("the loss is not finite; the model's weights or activations overflow")
-    return {"loss": loss, "rounding_loss": float(rounded.rounding_loss.sum()) / energy}
-
-
-def _outliers(fmt: Format, inputs: InputStatistics) -> dict[str, list[int]]:
-    """The input columns that will be multiplied in 16 bits, as calibration saw them, where a format knows outliers."""
-    rounding = fmt.input_rounding
-    if rounding is None or rounding.outlier_threshold is None:
-        return {}
-    return {"outlier_columns": (inputs.absmax >= rounding.outlier_threshold).nonzero().flatten().tolist()}
+        _set_weight(block.get_submodule(name), linear.decoded)
 
 
 def _norm_folds(stages: Iterable[Stage]) -> list[Fold]:

@@ -31,5 +31,10 @@ class QuantizedBlock:
 
 
 def relative_error(decoded: Tensor, original: Tensor) -> float:
+    return float(distance(decoded, original))
+
+
+def distance(decoded: Tensor, original: Tensor) -> Tensor:
+    """The relative error, still on its device."""
     original = original.float()
-    return float((decoded.float() - original).norm() / original.norm().clamp(min=1e-30))
+    return (decoded.float() - original).norm() / original.norm().clamp(min=1e-30)
