@@ -23,11 +23,11 @@ from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.formats.base import DTYPES
 from quantkit.host_memory import return_free_memory
 from quantkit.served import serve_inputs
-from quantkit.skeleton import build_skeleton, is_computed
+from quantkit.skeleton import build_skeleton, modules_by_block
 from quantkit.stages import Part, Stage
+from quantkit.working_memory import batch_tokens
 
 VOCABULARY_PIECE = 16384  # rows of the output matrix converted at once
-BATCH_TOKENS = 4096  # run through a block at once
 POSITIONS = 256  # whose logits are in memory at once
 
 
@@ -150,11 +150,16 @@ class BlockRunner:
         blocks = model.get_submodule(family.blocks)
         assert isinstance(blocks, nn.ModuleList)
         self.blocks = blocks
-        self._modules = _modules_by_block(checkpoint, family.blocks)
+        self._modules = modules_by_block(checkpoint, family.blocks)
         self._precise = set(family.in_float32(checkpoint.config))
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens that run through a block at once."""
+        return batch_tokens(self.device, eager=self.config._attn_implementation == "eager")
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -285,19 +290,6 @@ def run_block(parts: tuple[BlockPart, ...], hidden: Tensor) -> Tensor:
     for part in parts:
         hidden = part.run(hidden)
     return hidden
-
-
-def _modules_by_block(checkpoint: Checkpoint, blocks: str) -> list[tuple[list[str], list[str]]]:
-    """For every block: its plain tensors, and its quantized modules."""
-    count = int(checkpoint.config["num_hidden_layers"])
-    found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(count)]
-    for kind, names in enumerate((checkpoint.plain_names(), checkpoint.formats)):
-        for name in names:
-            if name.startswith(f"{blocks}.") and not is_computed(name):
-                layer = int(name[len(blocks) + 1 :].partition(".")[0])
-                if layer < count:
-                    found[layer][kind].append(name)
-    return found
 
 
 def weight_of(linear: nn.Module) -> Tensor:

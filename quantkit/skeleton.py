@@ -58,3 +58,16 @@ def _take_names_of_files(block: nn.Module, family: Family) -> None:
     for stored, module in family.renamed:
         block.add_module(stored, block.get_submodule(module))
         delattr(block, module)
+
+
+def modules_by_block(checkpoint: Checkpoint, blocks: str) -> list[tuple[list[str], list[str]]]:
+    """For every block: its plain tensors, and its quantized modules."""
+    count = int(checkpoint.config["num_hidden_layers"])
+    found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(count)]
+    for kind, names in enumerate((checkpoint.plain_names(), checkpoint.formats)):
+        for name in names:
+            if name.startswith(f"{blocks}.") and not is_computed(name):
+                layer = int(name[len(blocks) + 1 :].partition(".")[0])
+                if layer < count:
+                    found[layer][kind].append(name)
+    return found

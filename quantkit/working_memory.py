@@ -11,12 +11,12 @@ from collections.abc import Iterable
 import torch
 
 from quantkit.formats import Shape
-from quantkit.methods.costing import COPIES
 from quantkit.methods.statistics import SAMPLE
 
 BATCH_TOKENS = 4096  # run through a block at once, on a CPU and on a GPU of up to 32 GB
 _MOST_BATCHES = 8  # of these on a GPU with more
 _GPU_BYTES_FOR_BATCH = 16 << 30
+_HESSIANS, _WEIGHTS = 4, 8  # copies at once: sums, stacked, factors twice; and what the search of a grid compares
 _GPU_SHARE = 16  # of a GPU's memory, for experts that are rounded together
 _CPU_BYTES = 64 << 20
 
@@ -35,8 +35,8 @@ def experts_together(device: torch.device, shapes: Iterable[Shape]) -> int:
 
 
 def expert_bytes(outputs: int, inputs: int) -> int:
-    """Of one expert while it is rounded: H and its weights in float32 several times, and a sample of what it reads."""
-    return 4 * inputs * (COPIES * (inputs + outputs) + SAMPLE)
+    """Of one expert while it is rounded, in float32: its H and factors, its weights, and a sample of what it reads."""
+    return 4 * inputs * (_HESSIANS * inputs + _WEIGHTS * outputs + SAMPLE)
 
 
 def gathered_rows(device: torch.device, width: int) -> int:

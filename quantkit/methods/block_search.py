@@ -18,8 +18,9 @@ from quantkit.errors import InputError
 from quantkit.formats import CtPacked, Format, Gguf, GgufWeight, IntegerFormat
 from quantkit.formats.gguf.weight import table_of
 from quantkit.methods.awq import AwqMethod
+from quantkit.methods.columns import BLOCK, round_in_order
 from quantkit.methods.costing import GroupWork, Speed
-from quantkit.methods.gptq import BLOCK, GptqMethod, column_order, inverse_factor, round_in_order
+from quantkit.methods.gptq import GptqMethod, column_order, inverse_factor
 from quantkit.methods.losses import output_loss
 from quantkit.methods.method import UNREACHED, Method, Rounded, ScaleChoice, Tie, require_one_of
 from quantkit.methods.statistics import InputStatistics

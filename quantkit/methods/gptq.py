@@ -12,7 +12,7 @@ W + W D H^-1 with D = sum of (y - x) x^T. Rounding a weight on the way there is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.formats import CtPacked, Format, IntegerFormat, IntegerWeight
 from quantkit.formats.integer import contiguous_groups
-from quantkit.kernels.reference import gptq as reference
 from quantkit.methods.awq import AwqMethod
+from quantkit.methods.columns import BLOCK, round_in_order, take_rows
 from quantkit.methods.costing import GroupWork, Speed
 from quantkit.methods.descent import descend
 from quantkit.methods.grid import SHRINK, search_grid
@@ -39,7 +39,6 @@ from quantkit.methods.method import (
 )
 from quantkit.methods.statistics import InputStatistics
 
-BLOCK = 128  # columns whose updates are applied to the rest in one matrix product
 MOST_SWEEPS = 100
 # Of what a weight would need to make up for drift; all of it follows the calibration text too closely. KL at 3 bits of
 # `demo` with 0, 0.25, 0.5 and 1: 0.124, 0.117, 0.112 and 0.120; of `demo-draft` with 0, 0.5 and 1: 0.45, 0.27 and 0.25.
@@ -279,40 +278,5 @@ def _round_columns(weight: Tensor, grid: IntegerWeight, order: Tensor, factors: 
     by_layer = [each.float().unflatten(0, (len(order), -1)) for each in (weight, grid.scales, grid.zeros)]
     columns, scales, zeros = (each.mT.contiguous() for each in by_layer)  # [layers, in or groups, out]
     top = (1 << grid.bits) - 1
-    codes = round_in_order(_rows(columns, order), scales, zeros, grid.input_groups()[order], top, order, factors)
+    codes = round_in_order(take_rows(columns, order), scales, zeros, grid.input_groups()[order], top, order, factors)
     return codes.flatten(0, 1)
-
-
-def _rows(matrices: Tensor, which: Tensor) -> Tensor:
-    """Of every matrix [layers, rows, out] the rows that stand in its line of `which` [layers, ...]."""
-    return matrices[torch.arange(len(which), device=which.device)[:, None], which]
-
-
-def round_in_order(
-    columns: Tensor, scales: Tensor, zeros: Tensor, group: Tensor, top: int, order: Tensor, factors: Tensor
-) -> Tensor:
-    """Codes [layers, out, in] of columns [layers, in, out] in this order [layers, in], which are overwritten.
-
-    With scales and zeros [layers, groups, out], and the group of every column in that order.
-    """
-    codes = torch.empty_like(columns, dtype=torch.uint8)
-    round_block = _kernel(columns.device)
-    inputs = columns.shape[1]
-    for start in range(0, inputs, BLOCK):
-        end = min(start + BLOCK, inputs)
-        rows = group[:, start:end]
-        codes[:, start:end], errors = round_block(
-            columns[:, start:end], _rows(scales, rows), _rows(zeros, rows), factors[:, start:end, start:end], top
-        )
-        columns[:, end:].baddbmm_(factors[:, start:end, end:].mT, errors, alpha=-1)
-    result = torch.empty_like(codes).scatter_(1, order[:, :, None].expand_as(codes), codes)
-    return result.mT.contiguous()
-
-
-def _kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What rounds one block of columns: a kernel on a GPU, plain torch elsewhere."""
-    if device.type == "cuda":
-        from quantkit.kernels.gptq_columns import round_columns
-
-        return round_columns
-    return reference.round_columns

@@ -60,7 +60,8 @@ def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor]:
 def diagonal_blocks(hessian: Tensor, width: int) -> Tensor:
     """The blocks [..., groups, width, width] on the diagonal of H [..., in, in]."""
     cut = hessian.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))  # [..., groups, width, groups, width]
-    return cut.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).contiguous()
+    blocks: Tensor = cut.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).contiguous()
+    return blocks
 
 
 def _loss(groups: Tensor, scales: Tensor, zeros: Tensor, bits: int, blocks: Tensor) -> Tensor:

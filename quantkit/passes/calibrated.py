@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import working_memory
 from quantkit.arch import Config, Family
-from quantkit.blocks import BATCH_TOKENS, BlockPart, BlockRunner, run_block
+from quantkit.blocks import BlockPart, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
 from quantkit.formats import Format
@@ -250,7 +251,8 @@ class CalibratedPass:
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
         self._place = choose_place(size, self.runner.device)
         self.hidden, self._original = self._activations("activations"), self._activations("original")
-        at_once = max(1, BATCH_TOKENS // tokens.shape[1])
+        most = working_memory.BATCH_TOKENS if self.method.tunes_blocks else self.runner.batch_tokens
+        at_once = max(1, most // tokens.shape[1])  # tuning takes single sequences out of batches
         learned = fitted(len(tokens)) if self.method.candidates else len(tokens)
         batches = [*tokens[:learned].split(at_once)]
         if learned < len(tokens):

@@ -36,7 +36,6 @@ from quantkit.passes.scale_limits import Limits, column_limits, norm_limits, row
 from quantkit.passes.stage_rounding import RoundedLinear, Unrounded, round_stages
 from quantkit.stages import Fold, Stage
 
-
 OfExpert = tuple[Stage, InputStatistics, Mapping[str, Any]]  # what its linears read, and notes for their log
 
 
@@ -180,9 +179,7 @@ class BlockQuantizer:
         weight, scales = weight_of(block.get_submodule(name)).float(), self._column_scales.pop(name, None)
         return weight if scales is None else weight * scales
 
-    def _scaled(
-        self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any]
-    ) -> Unrounded:
+    def _scaled(self, block: nn.Module, stage: Stage, inputs: InputStatistics, notes: Mapping[str, Any]) -> Unrounded:
         weights = [self._weight(block, name) for name in stage.names]
         try:
             divisor, scaling = self._scale(block, stage, weights, self.formats[stage.names[0]], inputs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.arch import Config, Family
-from quantkit.blocks import BATCH_TOKENS, BlockRunner, run_block
+from quantkit.blocks import BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import InputError
 from quantkit.formats.kv_scheme import scale_tensors
@@ -57,7 +57,7 @@ def measure_kv_scales(
     runner = BlockRunner(checkpoint, family, device)
     size = tokens.numel() * int(checkpoint.config["hidden_size"]) * runner.dtype.itemsize
     hidden = Activations(runner.device, choose_place(size, runner.device), scratch, "kv-range")
-    for part in tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])):
+    for part in tokens.split(max(1, runner.batch_tokens // tokens.shape[1])):
         hidden.append(runner.embed(part))
     scales: dict[str, Tensor] = {}
     for layer, arguments in enumerate(runner.arguments(tokens.shape[1])):

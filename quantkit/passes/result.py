@@ -37,4 +37,5 @@ def relative_error(decoded: Tensor, original: Tensor) -> float:
 def distance(decoded: Tensor, original: Tensor) -> Tensor:
     """The relative error, still on its device."""
     original = original.float()
-    return (decoded.float() - original).norm() / original.norm().clamp(min=1e-30)
+    relative: Tensor = (decoded.float() - original).norm() / original.norm().clamp(min=1e-30)
+    return relative

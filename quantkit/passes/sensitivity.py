@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.arch import Family
-from quantkit.blocks import BATCH_TOKENS, POSITIONS, BlockPart, BlockRunner, run_block, weight_of
+from quantkit.blocks import POSITIONS, BlockPart, BlockRunner, run_block, weight_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import token_divergence
 from quantkit.errors import InputError
@@ -103,7 +103,7 @@ class SensitivityPass:
         others = tokens[count:] if len(tokens) > count else tokens
         others = others[: math.ceil(FITTED_TOKENS * self._widest / length)]
         fitted = Activations(self.runner.device, "host", self._scratch)
-        for part in others.split(max(1, BATCH_TOKENS // length)):
+        for part in others.split(max(1, self.runner.batch_tokens // length)):
             fitted.append(self.runner.embed(part))
         return self.runner.embed(tokens[:count]).to(self.runner.device), fitted
 

@@ -63,9 +63,7 @@ def _round(method: Method, stages: Sequence[Unrounded], formats: Sequence[Format
     fmt, inputs = formats[0], [each.inputs for each in stages]
     if len(formats) == 1 or not (isinstance(fmt, IntegerFormat) or fmt.scales_tensor):
         by_linear = zip(*(each.weights for each in stages), strict=True)
-        found = [
-            method.round_together(weights, one, inputs) for weights, one in zip(by_linear, formats, strict=True)
-        ]
+        found = [method.round_together(weights, one, inputs) for weights, one in zip(by_linear, formats, strict=True)]
         return [list(each) for each in zip(*found, strict=True)]
     whole = method.round_together([torch.cat(each.weights) for each in stages], fmt, inputs)
     sizes = [len(weight) for weight in stages[0].weights]
@@ -91,7 +89,7 @@ def _measured(
             decoded.append((quantized, quantized.dequantize()))
             numbers.append([distance(decoded[-1][1], weight), *_sums(part, weight, one.inputs)])
     linears = zip(decoded, _as_floats(numbers), strict=True)
-    found = []
+    found: list[list[RoundedLinear]] = []
     for one, parts in zip(stages, rounded, strict=True):
         found.append([])
         for fmt, part, ((quantized, weight), (error, *sums)) in zip(formats, parts, linears, strict=False):

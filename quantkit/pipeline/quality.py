@@ -14,6 +14,7 @@ from quantkit.blocks import POSITIONS, BlockRunner, run_block
 from quantkit.checkpoint import Checkpoint
 from quantkit.divergence import perplexity_of, token_divergence, token_losses
 from quantkit.token_windows import StartToken
+from quantkit.working_memory import BATCH_TOKENS
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def _last_hidden(runner: BlockRunner, windows: Tensor) -> Tensor:
     hidden = runner.embed(windows).to(runner.device)
     for layer, arguments in enumerate(runner.arguments(windows.shape[1])):
         parts = runner.load(layer, arguments)
-        hidden = torch.cat([run_block(parts, window) for window in hidden.split(1)])
+        at_once = runner.batch_tokens // BATCH_TOKENS  # a single one on a CPU
+        hidden = torch.cat([run_block(parts, window) for window in hidden.split(at_once)])
         runner.free(layer)
     return hidden

@@ -15,6 +15,8 @@ from torch import Tensor
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError
 
+AT_ONCE = 256  # layers whose files stay open: opening one reads all its names, and what was read counts as memory
+
 
 def fingerprint(weight: Tensor) -> int:
     """A number that any wrong, missing or misplaced value changes: the float32 bits, each times an odd number."""
@@ -29,11 +31,15 @@ def fingerprint(weight: Tensor) -> int:
 
 def verify_written(folder: Path, promised: Mapping[str, int], device: str = "cpu") -> None:
     """Decodes every quantized layer of a checkpoint and compares its fingerprint."""
-    written = Checkpoint(folder)
-    for module, value in promised.items():
-        if module not in written.formats:
-            raise QuantkitError(f"{module} cannot be found again in the written checkpoint")
-        if fingerprint(written.weight(module, device=device)) != value:
-            raise QuantkitError(
-                f"{module} decodes to other weights than were computed; memory is faulty, or this is a bug"
-            )
+    written, modules = Checkpoint(folder), list(promised)
+    for start in range(0, len(modules), AT_ONCE):
+        with written.kept_open():
+            for module in modules[start : start + AT_ONCE]:
+                _verify(written, module, promised[module], device)
+
+
+def _verify(written: Checkpoint, module: str, promised: int, device: str) -> None:
+    if module not in written.formats:
+        raise QuantkitError(f"{module} cannot be found again in the written checkpoint")
+    if fingerprint(written.weight(module, device=device)) != promised:
+        raise QuantkitError(f"{module} decodes to other weights than were computed; memory is faulty, or this is a bug")

@@ -15,7 +15,6 @@ from functools import cache
 
 import torch
 
-from quantkit.blocks import BATCH_TOKENS
 from quantkit.formats import Format, Shape
 from quantkit.formats.base import DTYPES
 from quantkit.methods import Method
@@ -25,6 +24,7 @@ from quantkit.passes.activations import choose_place
 from quantkit.passes.calibrated import KEPT_INNER_BYTES
 from quantkit.passes.sensitivity import FITTED_TOKENS, LENGTH, SCORED
 from quantkit.touch_up.learning import BATCH
+from quantkit.working_memory import BATCH_TOKENS, batch_tokens, expert_bytes, experts_together
 
 PROCESS_BYTES = 400_000_000  # Python with torch and transformers
 CUDA_BYTES = 600_000_000  # what a process holds on a GPU before its first tensor, and workspaces
@@ -136,7 +136,7 @@ def _calibrated_bytes(work: Work) -> int:
     block = work.block_weights * (weights + 1)  # and a byte for each one's code until it is packed
     statistics = max(_statistics_bytes(work, group) for group in work.quantized)
     method = max(work.method.cost_bytes(group) for group in work.quantized)
-    rounding = statistics + method + _batch_bytes(work) + _inner_bytes(work)
+    rounding = max(statistics + method, _experts_bytes(work)) + _batch_bytes(work) + _inner_bytes(work)
     return int(SLACK * (block + max(rounding, _tuning_bytes(work))))
 
 
@@ -159,14 +159,24 @@ def _touch_up_bytes(work: Work) -> int:
 
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
-    """Of one group; experts come one after the other, and what all of them read is kept meanwhile."""
+    """Of one group, or of one expert."""
     matrices = (COPIES if work.method.wants_hessian else 0) + work.method.wants_drift
     return 4 * matrices * group.inputs**2 + 4 * min(SAMPLE, work.tokens) * group.inputs
 
 
+def _experts_bytes(work: Work) -> int:
+    """Of the experts that are rounded together."""
+    shapes = {(group.outputs, group.inputs): group.experts for group in work.quantized if group.experts > 1}
+    if not shapes:
+        return 0
+    at_once = min(experts_together(torch.device(work.device), shapes), max(shapes.values()))
+    return at_once * max(expert_bytes(*shape) for shape in shapes)
+
+
 def _batch_bytes(work: Work) -> int:
     """What one batch leaves in memory on its way through a residual part of a block."""
-    sequences = max(1, BATCH_TOKENS // work.seq_len)
+    most = BATCH_TOKENS if work.method.tunes_blocks else batch_tokens(torch.device(work.device), eager=work.eager)
+    sequences = max(1, most // work.seq_len)
     widest = max(group.inputs * group.per_token for group in work.groups)
     linear = 4 * sequences * work.seq_len * (widest + work.hidden) * work.compute_dtype.itemsize
     scores = 3 * 4 * sequences * work.heads * work.seq_len**2 if work.eager else 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from long_cases import others_long
 from pairwise import cover
+from quantkit import working_memory
 from quantkit.arch import GEMMA2, LLAMA, PHI3, QWEN2, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
@@ -70,7 +71,7 @@ class Case:
 @pytest.fixture
 def make_case(save_model: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Case]:
     """13 sequences, in batches of 6, 6 and 1."""
-    monkeypatch.setattr(calibrated, "BATCH_TOKENS", 6 * LENGTH + 7)
+    monkeypatch.setattr(working_memory, "BATCH_TOKENS", 6 * LENGTH + 7)
 
     def make(family: Family = LLAMA, **changes: Any) -> Case:
         model = save_model(family, tmp_path / "model", num_hidden_layers=LAYERS, **changes)
@@ -202,7 +203,7 @@ def test_neither_batches_nor_memory_matter(
     """Smaller batches; and what does not fit is computed twice."""
     expected = list(case.begin(method, fmt).blocks(ignore))
     with monkeypatch.context() as small:
-        small.setattr(calibrated, "BATCH_TOKENS", 3 * LENGTH)
+        small.setattr(working_memory, "BATCH_TOKENS", 3 * LENGTH)
         work = case.begin(method, fmt)
         assert [len(batch) for batch in work.hidden] == [3, 3, 3, 3, 1]
         assert_alike(list(work.blocks(ignore)), expected)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import quantkit
 from long_cases import others_long
+from quantkit import working_memory
 from quantkit.arch import family_of
 from quantkit.blocks import BlockRunner, run_block
 from quantkit.calibration import Calibration
@@ -25,7 +26,7 @@ from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.held_back import fitted, judged
 from quantkit.methods.method import Rounded
 from quantkit.methods.statistics import InputStatistics
-from quantkit.passes import CalibratedPass, QuantizedBlock, calibrated
+from quantkit.passes import CalibratedPass, QuantizedBlock
 from quantkit.recipe import load_recipe
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
@@ -144,7 +145,7 @@ def test_candidates_never_see_what_judges_them(uneven: Path, tmp_path: Path, mon
         return found
 
     monkeypatch.setattr(CalibratedPass, "_statistics", statistics)
-    monkeypatch.setattr(calibrated, "BATCH_TOKENS", 5 * LENGTH)
+    monkeypatch.setattr(working_memory, "BATCH_TOKENS", 5 * LENGTH)
     list(islice(blocks_of(uneven, EitherMethod(), random_tokens(16), tmp_path), 1))
     assert fitted(16) == 14
     assert [tokens for _, tokens in seen] == [14 * LENGTH] * 8 + [16 * LENGTH] * 4
@@ -168,7 +169,7 @@ def test_a_block_is_exactly_what_its_candidate_makes_of_it(
     family_model: Callable[[str], Path], family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where candidates before it have scaled the block's norms: one without scaling finds them as they were."""
-    monkeypatch.setattr(calibrated, "BATCH_TOKENS", 2 * LENGTH)  # H is summed in the same order with two held back
+    monkeypatch.setattr(working_memory, "BATCH_TOKENS", 2 * LENGTH)  # H is summed in the same order with two held back
     folder, tokens = family_model(family), random_tokens(16)
     (alone,) = islice(blocks_of(folder, QuickMethod().candidates[name], tokens, tmp_path), 1)
     errors = iter([float(each != name) for each in CANDIDATES])

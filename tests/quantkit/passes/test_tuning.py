@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit import working_memory
 from quantkit.arch import LLAMA
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError
@@ -21,7 +22,7 @@ TOY = Path(__file__).parents[1] / "methods" / "toy_package"
 def layers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`layers(kept, **options)`: what the toy method makes of a model, by module; three batches of two sequences."""
     monkeypatch.syspath_prepend(TOY)
-    monkeypatch.setattr(calibrated, "BATCH_TOKENS", 2 * 16)
+    monkeypatch.setattr(working_memory, "BATCH_TOKENS", 2 * 16)
     tokens = torch.randint(0, 512, (6, 16), generator=torch.Generator().manual_seed(0))
     source = Checkpoint(tiny_model)
 
