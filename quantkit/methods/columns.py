@@ -29,15 +29,11 @@ def round_in_order(
     inputs = columns.shape[1]
     for start in range(0, inputs, BLOCK):
         end = min(start + BLOCK, inputs)
-        rows = group[:, start:end]
+        rows, factor = group[:, start:end], factors[:, start:end]
         codes[:, start:end], errors = round_block(
-            columns[:, start:end],
-            take_rows(scales, rows),
-            take_rows(zeros, rows),
-            factors[:, start:end, start:end],
-            top,
+            columns[:, start:end], take_rows(scales, rows), take_rows(zeros, rows), factor[:, :, start:end], top
         )
-        columns[:, end:].baddbmm_(factors[:, start:end, end:].mT, errors, alpha=-1)
+        columns[:, end:].baddbmm_(factor[:, :, end:].mT, errors, alpha=-1)
     result = torch.empty_like(codes).scatter_(1, order[:, :, None].expand_as(codes), codes)
     return result.mT.contiguous()
 
