@@ -7,7 +7,7 @@ It begins with the best that AWQ and GPTQ make of the block, and ends with the b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -97,6 +97,11 @@ class TunedMethod(Method):
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         return self._start.round(weight, fmt, inputs)
+
+    def round_together(
+        self, weights: Sequence[Tensor], fmt: Format, inputs: Sequence[InputStatistics]
+    ) -> list[Rounded]:
+        return self._start.round_together(weights, fmt, inputs)
 
     def tune_block(self, block: TunedBlock, inputs: Batches, targets: Batches) -> Mapping[str, Rounded]:
         tuner = BlockTuner(block, inputs, targets)

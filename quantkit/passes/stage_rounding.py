@@ -60,14 +60,21 @@ def round_stages(
 def _round(method: Method, stages: Sequence[Unrounded], formats: Sequence[Format]) -> list[list[Rounded]]:
     """Layers that share an input are rounded as one matrix on integer grids, which have no scale beyond one row, and
     where they must share the scale of the whole; these have one format."""
-    fmt, inputs = formats[0], [each.inputs for each in stages]
+    fmt = formats[0]
     if len(formats) == 1 or not (isinstance(fmt, IntegerFormat) or fmt.scales_tensor):
         by_linear = zip(*(each.weights for each in stages), strict=True)
-        found = [method.round_together(weights, one, inputs) for weights, one in zip(by_linear, formats, strict=True)]
+        found = [_of_all(method, list(weights), one, stages) for weights, one in zip(by_linear, formats, strict=True)]
         return [list(each) for each in zip(*found, strict=True)]
-    whole = method.round_together([torch.cat(each.weights) for each in stages], fmt, inputs)
+    whole = _of_all(method, [torch.cat(each.weights) for each in stages], fmt, stages)
     sizes = [len(weight) for weight in stages[0].weights]
     return [_apart(each, sizes) for each in whole]
+
+
+def _of_all(method: Method, weights: list[Tensor], fmt: Format, stages: Sequence[Unrounded]) -> list[Rounded]:
+    """A weight of each stage."""
+    if len(stages) == 1:
+        return [method.round(weights[0], fmt, stages[0].inputs)]
+    return method.round_together(weights, fmt, [each.inputs for each in stages])
 
 
 def _apart(whole: Rounded, sizes: list[int]) -> list[Rounded]:
