@@ -21,6 +21,13 @@ Linear = tuple[Tensor, Tensor | None]  # weight and bias
 Gated = Callable[[Tensor, Tensor], Tensor]  # what becomes of the outputs of gate and up
 
 
+class _Linear(nn.Linear):
+    """One that is given its weight. A model may have 20,000; to initialise them takes longer than to make them."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Expert(nn.Module):
     """One MLP; `linears` are gate, up and down by their names."""
 
@@ -28,7 +35,7 @@ class Expert(nn.Module):
         super().__init__()
         self._names, self._gated = tuple(linears), gated
         for name, (weight, bias) in linears.items():
-            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            linear = _Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
             if bias is not None:
                 linear.bias = nn.Parameter(bias, requires_grad=False)

@@ -180,8 +180,8 @@ class Gptq(IntegerFormat):
         elif self.bits == 3:  # fields straddle words; here writers only ever store z >= 1
             zeros = (unpack(words, 3, out) + 1) & 7
         else:
-            ones = pack(torch.ones(32 // self.bits, dtype=torch.uint8, device=words.device), self.bits)
-            zeros = unpack(words + ones, self.bits, out)
+            one_each = sum(1 << shift for shift in range(0, 32, self.bits))  # in every field of a word
+            zeros = unpack(words + one_each, self.bits, out)
         other = middle_code(self.bits) + (1 if self.version == 1 else -1)
         if self.sym and bool((zeros == other).all()):
             raise ValueError(f"symmetric, but every zero point is {other}: checkpoint_format names the other version")
