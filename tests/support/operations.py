@@ -17,10 +17,30 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_FREE = set(
-    "view _unsafe_view t transpose permute slice select unsqueeze squeeze expand split split_with_sizes detach alias "
-    "as_strided unbind diagonal empty empty_like empty_strided new_empty lift_fresh".split()
-)
+_FREE = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "split",
+    "split_with_sizes",
+    "detach",
+    "alias",
+    "as_strided",
+    "unbind",
+    "diagonal",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "lift_fresh",
+}
 _WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "bincount"}
 
 
