@@ -18,14 +18,20 @@ from quantkit.blocks import BlockPart, weight_of
 from quantkit.formats import Format
 from quantkit.methods import Method
 from quantkit.methods.arithmetic import fast_products
-from quantkit.methods.statistics import InputStatistics
+from quantkit.methods.statistics import SAMPLE, InputStatistics
 from quantkit.passes.activations import Activations
 from quantkit.passes.group import BlockQuantizer, OfExpert
 from quantkit.stages import Stage
-from quantkit.working_memory import experts_together, gathered_rows
+from quantkit.working_memory import how_many_together
 
 ENOUGH = 0.25  # tokens for each input of an expert; below that most of what it may read was never seen
 POOLED = 8192  # tokens that stand for a whole block
+HESSIANS, WEIGHTS = 4, 8  # copies at once: sums, stacked, factors twice; and what the search of a grid compares
+
+
+def expert_bytes(outputs: int, inputs: int) -> int:
+    """Of one expert while it is rounded, in float32: its H and factors, its weights, and a sample of what it reads."""
+    return 4 * inputs * (HESSIANS * inputs + WEIGHTS * outputs + SAMPLE)
 
 
 def _has_input_scale(fmt: Format) -> bool:
@@ -54,7 +60,7 @@ class ExpertRounding:
             counts = chosen.bincount(minlength=experts.count).tolist()
             tokens = chosen.argsort(stable=True) // routed.chosen.shape[1]
             self._tokens.append(tokens.split(counts))
-        self._most = gathered_rows(self._device, self._width)
+        self._most = how_many_together(self._device, 16 * self._width)  # rows, gathered, stacked and in float32
 
     @torch.no_grad()
     def run(self, work: BlockQuantizer) -> None:
@@ -72,8 +78,8 @@ class ExpertRounding:
 
     def _together(self, stages: list[Stage]) -> Iterator[range]:
         """Numbers of experts that are rounded at once."""
-        shapes = [self._stacked(stage) for stage in stages]
-        count, at_once = len(self._tokens[0]), experts_together(self._device, shapes)
+        largest = max(expert_bytes(*self._stacked(stage)) for stage in stages)
+        count, at_once = len(self._tokens[0]), how_many_together(self._device, largest)
         return (range(start, min(start + at_once, count)) for start in range(0, count, at_once))
 
     def _stacked(self, stage: Stage) -> tuple[int, int]:

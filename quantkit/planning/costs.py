@@ -22,9 +22,10 @@ from quantkit.methods.costing import COPIES, GroupWork, Speed
 from quantkit.methods.statistics import SAMPLE
 from quantkit.passes.activations import choose_place
 from quantkit.passes.calibrated import KEPT_INNER_BYTES
+from quantkit.passes.experts import expert_bytes
 from quantkit.passes.sensitivity import FITTED_TOKENS, LENGTH, SCORED
 from quantkit.touch_up.learning import BATCH
-from quantkit.working_memory import BATCH_TOKENS, batch_tokens, expert_bytes, experts_together
+from quantkit.working_memory import BATCH_TOKENS, batch_tokens, how_many_together
 
 PROCESS_BYTES = 400_000_000  # Python with torch and transformers
 CUDA_BYTES = 600_000_000  # what a process holds on a GPU before its first tensor, and workspaces
@@ -166,11 +167,12 @@ def _statistics_bytes(work: Work, group: GroupWork) -> int:
 
 def _experts_bytes(work: Work) -> int:
     """Of the experts that are rounded together."""
-    shapes = {(group.outputs, group.inputs): group.experts for group in work.quantized if group.experts > 1}
-    if not shapes:
+    routed = [group for group in work.quantized if group.experts > 1]
+    if not routed:
         return 0
-    at_once = min(experts_together(torch.device(work.device), shapes), max(shapes.values()))
-    return at_once * max(expert_bytes(*shape) for shape in shapes)
+    largest = max(expert_bytes(group.outputs, group.inputs) for group in routed)
+    together = how_many_together(torch.device(work.device), largest)
+    return largest * min(together, max(group.experts for group in routed))
 
 
 def _batch_bytes(work: Work) -> int:

@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "wording": set(),
     "host_memory": set(),
+    "working_memory": set(),
     "defaults": set(),
     "strict_yaml": set(),
     "threads": set(),
@@ -52,14 +53,15 @@ ALLOWED: dict[str, set[str]] = {
     "expert_check": {"arch", "checkpoint", "stages"},
     "expert_modules": {"arch", "stages"},
     "skeleton": {"arch", "checkpoint", "expert_modules"},
-    "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "skeleton", "stages"},
+    "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "skeleton", "stages"} | {"working_memory"},
     "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"} | {"token_windows"},
     "reference": {"arch", "errors", "expert_modules", "formats", "checkpoint", "devices", "served", "sources"},
 }
 ALLOWED["reference"] |= {"expert_check"}
 ALLOWED["pipeline"] = {"errors", "formats", "arch", "recipe", "checkpoint", "checkpoint_writer", "methods", "sources"}
 ALLOWED["pipeline"] |= {"blocks", "bundled", "calibration", "divergence", "engines", "expert_check", "passes"}
-ALLOWED["pipeline"] |= {"calibration_mix"}
+ALLOWED["pipeline"] |= {"calibration_mix", "working_memory"}
+ALLOWED["passes"] |= {"working_memory"}
 ALLOWED["pipeline"] |= {"devices", "provenance", "reference", "skeleton", "stages", "storage", "checksums", "wording"}
 ALLOWED["pipeline"] |= {"expert_modules", "gguf_export", "gguf_import", "token_windows", "touch_up"}
 ALLOWED["touch_up"] = {"divergence", "errors", "formats", "methods"}
@@ -67,6 +69,7 @@ ALLOWED["convert"] = ALLOWED["pipeline"] | {"gguf_export", "pipeline"}
 ALLOWED["inspection"] = {"errors", "formats", "arch", "checkpoint", "engines", "expert_check", "gguf_view", "sources"}
 ALLOWED["planning"] = {"arch", "checkpoint", "checkpoint_writer", "engines", "formats", "methods"}
 ALLOWED["planning"] |= {"blocks", "calibration_mix", "passes", "pipeline", "stages", "touch_up", "wording"}
+ALLOWED["planning"] |= {"working_memory"}
 ALLOWED["runtime"] = {
     "errors",
     "formats",
