@@ -21,11 +21,13 @@ from quantkit.methods.best import BestMethod
 from quantkit.methods.costing import EXPERT_RUNS, GroupWork, Speed
 from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.rtn import RtnMethod
+from quantkit.passes.experts import expert_bytes
 from quantkit.pipeline.job import prepare
 from quantkit.planning import QuantizePlan, describe, make_plan
 from quantkit.planning.costs import Work, _measuring_seconds, estimated_seconds, peak_memory
 from quantkit.recipe import list_recipes, load_recipe
 from quantkit.sources import model_folder
+from quantkit.working_memory import how_many_together
 
 DATA_FREE = [recipe.name for recipe in list_recipes() if not recipe.needs_data]
 STATE_TEXT = 8  # bytes a layer: bitsandbytes keeps a JSON text whose length depends on the digits of a float
@@ -197,7 +199,7 @@ def test_measuring_bits_takes_longer_the_more_blocks_come_after_a_group() -> Non
 
 
 def test_experts_count_in_whichever_block_they_stand() -> None:
-    """All weights of a block and what its experts read, but the statistics of one expert at a time."""
+    """All weights of a block and what its experts read, but the statistics of as many as are rounded together."""
     fmt = Gptq()
     dense = (GroupWork(256, (512, 512), fmt), GroupWork(512, (256,), fmt))
     experts = tuple(replace(group, experts=64, per_token=2) for group in dense)
@@ -217,7 +219,8 @@ def test_experts_count_in_whichever_block_they_stand() -> None:
     )
     first, last = (peak_memory(replace(work, blocks=blocks)) for blocks in ((experts, dense), (dense, experts)))
     assert first == last
-    more = 63 * 5 * sum(group.weights for group in dense) + work.hidden_bytes
+    assert how_many_together(torch.device("cpu"), expert_bytes(256, 512)) == 5
+    more = 63 * 5 * sum(group.weights for group in dense) + work.hidden_bytes + 4 * expert_bytes(256, 512)
     assert 1.0 < (first.ram - peak_memory(work).ram) / more < 1.4
     assert experts[0].forward_weights == 2 * EXPERT_RUNS * dense[0].forward_weights
     assert experts[0].share == 2 / 64
