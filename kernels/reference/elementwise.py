@@ -57,6 +57,7 @@ def rotate_and_cache(
     *,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    key_centres: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -70,6 +71,7 @@ def rotate_and_cache(
         q, k = rms_norm(q, q_norm, eps, plus_one=plus_one), rms_norm(k, k_norm, eps, plus_one=plus_one)
     rows = positions.long().clamp(0, len(cos) - 1)
     q, k = (_turn(part.float(), cos[rows], sin[rows]) for part in (q, k))
+    k = k if key_centres is None else k - key_centres
     if kind is INT4:
         q, k = rotate_heads(q), rotate_heads(k)
     store(k, slots, keys, key_scales)

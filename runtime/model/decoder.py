@@ -117,7 +117,7 @@ class Decoder:
 
     def _attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
         config, table = self.config, self._tables[layer]
-        keys, values, k_scale, v_scale = cache.layers[layer]
+        keys, values, k_scale, v_scale, key_centres = cache.layers[layer]
         q = self._ops.rotate_and_cache(
             block.qkv(x),
             batch.positions,
@@ -129,6 +129,7 @@ class Decoder:
             config.heads,
             key_scales=k_scale,
             value_scales=v_scale,
+            key_centres=key_centres,
             q_norm=block.q_norm,
             k_norm=block.k_norm,
             eps=config.norm_eps,
