@@ -120,6 +120,7 @@ def _rotate_codes(
     values,
     key_words,
     value_words,
+    key_centres,
     slots,
     qkv_stride,
     page_stride,
@@ -136,6 +137,7 @@ def _rotate_codes(
     ROTARY_DIM: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    CENTRED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -171,6 +173,12 @@ def _rotate_codes(
         row, half + column, here, known, turns, is_query, inverse, q_norm, k_norm, cosines, sines, ROTARY_DIM, NORM,
         PLUS_ONE,
     )  # fmt: skip
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
+    if CENTRED:
+        place = key_centres + kv_head[:, None] * HEAD_DIM + column
+        low -= tl.load(place, mask=is_key[:, None] & here, other=0.0)
+        high -= tl.load(place + half, mask=is_key[:, None] & here, other=0.0)
     if BITS == 4:
         factor = tl.rsqrt(tl.full([1, 1], 2.0 * SIZE, tl.float32))
         added = _blocks_rotated(low + high, GROUP, COLUMNS, SIZE, STEPS) * factor
@@ -184,9 +192,8 @@ def _rotate_codes(
 
     writes = (slot >= 0) & (slot < num_slots)
     page, offset = slot // page_size, slot % page_size
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & writes
+    is_key = is_key & writes
     is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS) & writes
-    kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
     width: tl.constexpr = HEAD_DIM * BITS // 8
     place = page * page_stride + kv_head[:, None] * head_stride + offset * width + column
     word_place = page * page_words + kv_head * head_words + offset

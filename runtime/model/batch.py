@@ -35,7 +35,7 @@ class LayerCache(NamedTuple):
     values: Tensor
     k_scale: Tensor | None  # of a KV head in an 8-bit cache; the words of a cache of integers
     v_scale: Tensor | None
-    key_centres: Tensor | None = None  # float32 [kv_heads, head_dim], what keys are less than they are
+    key_centres: Tensor | None  # float32 [kv_heads, head_dim], which keys are kept without
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class KvCache:
     pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]; see `ModelConfig.cache_entry`
     scales: Tensor | None = None  # float32 [layers, 2, kv_heads], of a cache in FP8
     codes: IntegerCodes | None = None  # what its bytes are, where it is one of integers
-    key_centres: Tensor | None = None  # float32 [layers, kv_heads, head_dim], where keys have some: `key_centres.py`
+    key_centres: Tensor | None = None  # float32 [layers, kv_heads, head_dim], see `device/key_centres.py`
 
     @property
     def kind(self) -> KvKind:
