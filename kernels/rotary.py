@@ -230,7 +230,9 @@ def rotate_and_cache(
     check_shape(_KERNEL, "out", out, (tokens, heads, head_dim))
     check_contiguous(_KERNEL, "out", out)
     check_same_device(_KERNEL, qkv=qkv, positions=positions, cos=cos, sin=sin, slots=slots, out=out)
-    check_same_device(_KERNEL, qkv=qkv, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm, **scales, key_centres=key_centres)
+    check_same_device(
+        _KERNEL, qkv=qkv, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm, **scales, key_centres=key_centres
+    )
     if tokens == 0:
         return out
     rotary_dim = 2 * cos.shape[1]

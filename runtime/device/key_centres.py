@@ -4,8 +4,8 @@ Softmax does not change when one vector c is taken from every key that a query s
 for all of them. Keys have large constant parts; without these, what is rounded is smaller, and so is the error.
 
 A centre is measured at the start, once for all: one prompt of tokens drawn with a fixed seed goes through the model,
-over a cache in full. Its keys are turned back to where they were before rope, and their mean is turned by what rope does
-on average over the positions that are served: what turns fast comes to nothing, what turns slowly stays.
+over a cache in full. Its keys are turned back to where they were before rope, and their mean is turned by what rope
+does on average over the positions that are served: what turns fast comes to nothing, what turns slowly stays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.rope import RopeTable
 
 SAMPLE_TOKENS = 128  # of `demo`: 512, and text instead of drawn tokens, gave centres that are as good
-_NEAR = 64.0  # positions below weigh about alike; beyond, each doubling of a context counts as much as the one before
+_NEAR = 256.0  # positions below weigh about alike; beyond, each doubling of a context counts as the one before
 _log = logging.getLogger("quantkit.runtime")
 
 

@@ -73,7 +73,7 @@ def test_what_rope_leaves_of_a_mean(factor: float) -> None:
     table = RopeTable(angles.cos() * factor, angles.sin() * factor)
     mean = torch.randn(1, 2, 2 * half + 2, generator=torch.Generator().manual_seed(0))  # two that do not turn
     turned = turn_pairs(mean.expand(positions, -1, -1), table.cos, table.sin)
-    weight = torch.tensor([1 / (64 + position) for position in range(positions)])
+    weight = torch.tensor([1 / (256 + position) for position in range(positions)])
     expected = (turned * (weight / weight.sum())[:, None, None]).sum(0)
     torch.testing.assert_close(centre_of(turned[:20], table), expected, rtol=1e-4, atol=1e-5)
     fast, slow = (centre_of(turned[:20], table)[:, pair] / mean[0, :, pair] for pair in (0, 2))

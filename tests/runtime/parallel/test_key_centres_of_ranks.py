@@ -1,4 +1,4 @@
-"""Centres of keys over several processes: each rank measures those of its own heads and blocks, in one prompt for all."""
+"""Centres of keys over several processes: one prompt for all, and each rank measures its own heads and blocks."""
 
 from collections.abc import Callable
 from dataclasses import replace
