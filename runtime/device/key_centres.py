@@ -68,6 +68,8 @@ def measured_centres(part: ModelPart, batch: Batch) -> Iterator[KvCache]:
     for layer, table in enumerate(part.decoder.tables):
         keys = full.pages[layer, 0].transpose(1, 2).flatten(0, 1)[: len(batch.ids)]
         centres[layer] = centre_of(keys.float(), table)
+    if part.cache.scales is not None:  # they are of whole keys: without this some could be cut
+        part.cache.scales[:, 0] += centres.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
 
 
 def centre_of(keys: Tensor, table: RopeTable) -> Tensor:

@@ -41,4 +41,6 @@ def _allocate(
         scales = None
     elif scales is None:
         scales = torch.ones(config.layers, kinds, heads, device=device)
+    else:
+        scales = scales.clone()  # centres change them
     return KvCache(pages, scales, kind.codes, centres)
