@@ -50,11 +50,9 @@ def rotate_and_cache(
     """Writes into the caches and returns the queries [tokens, heads, head_dim]."""
     whole = key_scales is None and key_centres is None and keys.dtype in BYTES
     if not (whole and keys.is_contiguous() and values.is_contiguous()):
-        given: dict[str, Any] = {"key_scales": key_scales, "key_centres": key_centres, "q_norm": q_norm, "k_norm": k_norm}
-        return elementwise.rotate_and_cache(
-            *(qkv, positions, cos, sin, slots, keys, values, heads),
-            **given | {"eps": eps, "plus_one": plus_one} | more,
-        )
+        more |= {"key_scales": key_scales, "key_centres": key_centres, "q_norm": q_norm, "k_norm": k_norm}
+        more |= {"eps": eps, "plus_one": plus_one}
+        return elementwise.rotate_and_cache(qkv, positions, cos, sin, slots, keys, values, heads, **more)
     pages, kv_heads, page_size, head_dim = keys.shape
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     positions, slots = positions.long(), slots.long()

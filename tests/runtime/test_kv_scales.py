@@ -114,8 +114,10 @@ def assert_nothing_was_cut(cache: KvCache, full: KvCache) -> None:
     assert cache.scales is not None
     assert cache.key_centres is not None
     largest = cache.pages[:, 0, 1:5].float().abs().amax(dim=(1, 3, 4))
-    assert ((0.25 * LARGEST < largest) & (largest < LARGEST)).all()
-    kept = cache.pages[:, 0, 1:5].float() * cache.scales[:, 0, None, :, None, None] + cache.key_centres[:, None, :, None]
+    assert ((largest > 0.25 * LARGEST) & (largest < LARGEST)).all()
+    kept = (
+        cache.pages[:, 0, 1:5].float() * cache.scales[:, 0, None, :, None, None] + cache.key_centres[:, None, :, None]
+    )
     assert relative_error(kept, full.pages[:, 0, 1:5]) < 0.05
 
 
