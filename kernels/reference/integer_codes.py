@@ -50,7 +50,7 @@ def encode(x: Tensor, kind: IntegerCodes) -> tuple[Tensor, Tensor]:
 
 
 def _best_halves(halves: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes 0 to 15 of halves [..., columns], and scale and middle [..., 2], of the range with the least squared error."""
+    """Codes 0 to 15 of halves [..., columns], and scale and middle [..., 2], of the range with the least error."""
     lowest, highest = halves.aminmax(dim=-1)
     width = highest - lowest
     found: list[tuple[Tensor, Tensor, Tensor]] = []
