@@ -80,4 +80,4 @@ class KvCache:
         else:
             pages, scales = self.codes.planes(self.pages)
         each = zip(pages, scales, centres, strict=True)
-        return tuple(LayerCache(*own, k_scale, v_scale, centre) for own, (k_scale, v_scale), centre in each)
+        return tuple(LayerCache(k, v, k_scale, v_scale, centre) for (k, v), (k_scale, v_scale), centre in each)
