@@ -7,12 +7,13 @@ Layout   qkv        [tokens, (heads + 2 * kv_heads) * head_dim], the heads of q,
          q_norm, k_norm  [head_dim], RMS norm of each head of q and k before rope; both or neither
          caches     [pages, kv_heads, page_size, head_dim], head_dim contiguous, both with the same strides
          slots      [tokens] int64, page * page_size + offset; a negative slot (padding) writes nothing
+         key_centres  [kv_heads, head_dim] float32, taken from keys after rope, before they are rounded; None: nothing
          scales     [kv_heads] float32, one for a head of k or v; only for caches in float8_e4m3fn. Those of caches of
                     integers are their words, which are written: see `rotary_codes.py`
 Returns  q [tokens, heads, head_dim], a tensor of its own: qkv is not changed
 Meaning  `reference.elementwise.rotate_and_cache`. The norm rounds as in `norm.py`; rope is done in float32 and rounded
          once (transformers rounds cos, sin and both products to the model's dtype before the sum, which is less exact);
-         8-bit caches hold the float32 result divided by its scale, rounded to nearest even, saturated
+         8-bit caches hold the float32 result, less its centre, divided by its scale, rounded to nearest even, saturated
 Limits   bfloat16, float16 or float32; caches in the same dtype, float8_e4m3fn or integers; head_dim 64, 96, 128 or 256.
          A position outside the tables takes their nearest row, a slot outside the caches is not written: checking
          either on the host would stall the GPU
@@ -81,10 +82,12 @@ def _write(
     values,
     key_scales,
     value_scales,
+    key_centres,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SCALED: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """Columns `at` of every head to where they belong."""
     is_query = head < HEADS
@@ -94,7 +97,10 @@ def _write(
     tl.store(place, part.to(queries.dtype.element_ty), mask=is_query[:, None] & here)
     kv_head = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
     place = slot_place + kv_head[:, None] * head_stride + at
-    key = _stored(part, key_scales, kv_head, is_key, keys.dtype.element_ty, SCALED)
+    key = part
+    if CENTRED:
+        key -= tl.load(key_centres + kv_head[:, None] * HEAD_DIM + at, mask=is_key[:, None] & here, other=0.0)
+    key = _stored(key, key_scales, kv_head, is_key, keys.dtype.element_ty, SCALED)
     tl.store(keys + place, key, mask=is_key[:, None] & here & writes)
     value = _stored(part, value_scales, kv_head, is_value, values.dtype.element_ty, SCALED)
     tl.store(values + place, value, mask=is_value[:, None] & here & writes)
@@ -113,6 +119,7 @@ def _rotate(
     values,
     key_scales,
     value_scales,
+    key_centres,
     slots,
     qkv_stride,
     page_stride,
@@ -129,6 +136,7 @@ def _rotate(
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     SCALED: tl.constexpr,
+    CENTRED: tl.constexpr,
     GROUP: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
@@ -177,16 +185,16 @@ def _rotate(
     place = (slot // page_size) * page_stride + (slot % page_size) * offset_stride
     _write(
         first, column, in_half, head, token, place, head_stride, writes, queries, keys, values, key_scales,
-        value_scales, HEADS, KV_HEADS, HEAD_DIM, SCALED,
+        value_scales, key_centres, HEADS, KV_HEADS, HEAD_DIM, SCALED, CENTRED,
     )  # fmt: skip
     _write(
         second, column + half, in_half, head, token, place, head_stride, writes, queries, keys, values, key_scales,
-        value_scales, HEADS, KV_HEADS, HEAD_DIM, SCALED,
+        value_scales, key_centres, HEADS, KV_HEADS, HEAD_DIM, SCALED, CENTRED,
     )  # fmt: skip
     if has_rest:
         _write(
             rest, beyond, in_rest, head, token, place, head_stride, writes, queries, keys, values, key_scales,
-            value_scales, HEADS, KV_HEADS, HEAD_DIM, SCALED,
+            value_scales, key_centres, HEADS, KV_HEADS, HEAD_DIM, SCALED, CENTRED,
         )  # fmt: skip
 
 
@@ -202,6 +210,7 @@ def rotate_and_cache(
     *,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    key_centres: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -211,6 +220,7 @@ def rotate_and_cache(
     """The rotated queries, [tokens, heads, head_dim]. Writes into the caches `keys` and `values`."""
     scales = {"key_scales": key_scales, "value_scales": value_scales}
     pages, kv_heads, page_size, head_dim = _check_caches(keys, values, scales, qkv.dtype)
+    _check_centres(key_centres, kv_heads, head_dim)
     _check_rows_of_tokens(qkv, positions, slots, (heads + 2 * kv_heads) * head_dim)
     _check_tables(cos, sin, head_dim)
     _check_norms(q_norm, k_norm, head_dim, qkv.dtype)
@@ -220,13 +230,15 @@ def rotate_and_cache(
     check_shape(_KERNEL, "out", out, (tokens, heads, head_dim))
     check_contiguous(_KERNEL, "out", out)
     check_same_device(_KERNEL, qkv=qkv, positions=positions, cos=cos, sin=sin, slots=slots, out=out)
-    check_same_device(_KERNEL, qkv=qkv, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm, **scales)
+    check_same_device(
+        _KERNEL, qkv=qkv, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm, **scales, key_centres=key_centres
+    )
     if tokens == 0:
         return out
     rotary_dim = 2 * cos.shape[1]
     # Few tokens: many small programs, one warp each. Many tokens: fewer, larger ones.
     group, warps = (4, 1) if tokens <= 64 else (16, 4)
-    tensors = (qkv, positions, cos, sin, q_norm, k_norm, out, keys, values, key_scales, value_scales, slots)
+    tensors = (qkv, positions, cos, sin, q_norm, k_norm, out, keys, values, *scales.values(), key_centres, slots)
     constants = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -234,6 +246,7 @@ def rotate_and_cache(
         "ROTARY_DIM": rotary_dim,
         "NORM": q_norm is not None,
         "PLUS_ONE": plus_one,
+        "CENTRED": key_centres is not None,
     }
     if keys.dtype in BY_DTYPE:
         launch_rotate_codes(tensors, (cos.shape[0], pages * page_size), eps, constants, group, warps)
@@ -281,6 +294,13 @@ def _check_caches(keys: Tensor, values: Tensor, scales: dict[str, Tensor | None]
             check_shape(_KERNEL, name, scale, (keys.shape[1],))
             check_contiguous(_KERNEL, name, scale)
     return torch.Size((*keys.shape[:3], head_dim))
+
+
+def _check_centres(centres: Tensor | None, kv_heads: int, head_dim: int) -> None:
+    if centres is not None:
+        check_dtype(_KERNEL, "key_centres", centres, (torch.float32,))
+        check_shape(_KERNEL, "key_centres", centres, (kv_heads, head_dim))
+        check_contiguous(_KERNEL, "key_centres", centres)
 
 
 def _check_rows_of_tokens(qkv: Tensor, positions: Tensor, slots: Tensor, width: int) -> None:

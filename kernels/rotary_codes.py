@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.attention.integer_codes import BY_DTYPE, LARGEST_SCALE, SMALLEST_SCALE
+from quantkit.kernels.attention.integer_codes import BY_DTYPE, CUTS, LARGEST_SCALE, SMALLEST_SCALE
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.reference.integer_codes import block_of
 
 _LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_CUT = tl.constexpr(CUTS[3][0])  # the others are with and without it at either end
 _LARGEST_HALF = tl.constexpr(65504.0)
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to a whole number, to nearest even
 
@@ -91,20 +92,37 @@ def _rounded(x):
 
 
 @triton.jit
+def _tried(x, here, lowest, width, below, above):
+    """Scale and middle of a range whose ends lose these shares, codes -8 to 7, and their squared errors."""
+    scale = tl.minimum(tl.maximum(width * ((1.0 - below - above) / 15.0), _SMALLEST_SCALE), _LARGEST_SCALE)
+    scale = scale.to(tl.float16)
+    step = tl.broadcast_to(scale.to(tl.float32)[:, None], x.shape)
+    middle = lowest + width * below + 8.0 * scale.to(tl.float32)
+    middle = tl.minimum(tl.maximum(middle, -_LARGEST_HALF), _LARGEST_HALF).to(tl.float16)
+    centre = middle.to(tl.float32)[:, None]
+    codes = tl.minimum(tl.maximum(_rounded(tl.div_rn(x - centre, step)), -8.0), 7.0)
+    wrong = tl.where(here, codes * step + centre - x, 0.0)
+    return scale, middle, codes, tl.sum(wrong * wrong, axis=1)
+
+
+@triton.jit
 def _half_codes(x, here):
     """Codes (0 to 15) of half a head [heads, columns], and its scale and middle as bits of float16 [heads]."""
     lowest = tl.min(tl.where(here, x, float("inf")), axis=1)
-    highest = tl.max(tl.where(here, x, float("-inf")), axis=1)
-    scale = tl.div_rn(highest - lowest, tl.full(lowest.shape, 15.0, tl.float32))
-    scale = tl.minimum(tl.maximum(scale, _SMALLEST_SCALE), _LARGEST_SCALE).to(tl.float16)
-    wide = scale.to(tl.float32)
-    middle = tl.minimum(tl.maximum(lowest + 8.0 * wide, -_LARGEST_HALF), _LARGEST_HALF).to(tl.float16)
-    codes = tl.div_rn(x - middle.to(tl.float32)[:, None], tl.broadcast_to(wide[:, None], x.shape))
-    codes = tl.minimum(tl.maximum(_rounded(codes), -8.0), 7.0) + 8.0
+    width = tl.max(tl.where(here, x, float("-inf")), axis=1) - lowest
+    scale, middle, codes, least = _tried(x, here, lowest, width, 0.0, 0.0)
+    for cut in tl.static_range(1, 4):
+        below, above = _CUT * (cut & 1), _CUT * (cut >> 1)
+        other_scale, other_middle, other_codes, error = _tried(x, here, lowest, width, below, above)
+        better = error < least
+        least = tl.minimum(error, least)
+        scale = tl.where(better, other_scale, scale)
+        middle = tl.where(better, other_middle, middle)
+        codes = tl.where(better[:, None], other_codes, codes)
     bits = (scale.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF) | (
         (middle.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF) << 16
     )
-    return codes.to(tl.int32), bits
+    return (codes + 8.0).to(tl.int32), bits
 
 
 @triton.jit
@@ -120,6 +138,7 @@ def _rotate_codes(
     values,
     key_words,
     value_words,
+    key_centres,
     slots,
     qkv_stride,
     page_stride,
@@ -136,6 +155,7 @@ def _rotate_codes(
     ROTARY_DIM: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    CENTRED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -171,6 +191,12 @@ def _rotate_codes(
         row, half + column, here, known, turns, is_query, inverse, q_norm, k_norm, cosines, sines, ROTARY_DIM, NORM,
         PLUS_ONE,
     )  # fmt: skip
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
+    if CENTRED:
+        place = key_centres + kv_head[:, None] * HEAD_DIM + column
+        low -= tl.load(place, mask=is_key[:, None] & here, other=0.0)
+        high -= tl.load(place + half, mask=is_key[:, None] & here, other=0.0)
     if BITS == 4:
         factor = tl.rsqrt(tl.full([1, 1], 2.0 * SIZE, tl.float32))
         added = _blocks_rotated(low + high, GROUP, COLUMNS, SIZE, STEPS) * factor
@@ -184,9 +210,8 @@ def _rotate_codes(
 
     writes = (slot >= 0) & (slot < num_slots)
     page, offset = slot // page_size, slot % page_size
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & writes
+    is_key = is_key & writes
     is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS) & writes
-    kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
     width: tl.constexpr = HEAD_DIM * BITS // 8
     place = page * page_stride + kv_head[:, None] * head_stride + offset * width + column
     word_place = page * page_words + kv_head * head_words + offset

@@ -19,6 +19,7 @@ from quantkit.formats import Format
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
+from quantkit.runtime.device.key_centres import centre_keys
 from quantkit.runtime.device.kv_cache import allocate_draft_cache
 from quantkit.runtime.device.kv_choice import KvChoice, RankNeed, choose_kv_dtype
 from quantkit.runtime.device.memory import MemoryPlan, plan_memory, refine_plan, weight_bytes
@@ -171,10 +172,13 @@ def build_engine(
                 decoder, cache, ops_for(device, dtype), rows, most=options.speculation.most, graphs=graphs is not None
             )
             prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
-            return ModelDrafter(ModelPart(decoder, cache, rows, prompt_graphs=prompts), loop)
+            part = ModelPart(decoder, cache, rows, prompt_graphs=prompts)
+            centre_keys(part)
+            return ModelDrafter(part, loop)
 
         with stages.stage("cache"):
             runner = _make_runner(raw, own, weights, plan, dtype, options, peers)
+            centre_keys(runner.part, peers or Alone())
             speculation = make_speculation(options, draft, make_drafter, heads, runner)
         with stages.stage("graphs"):
             runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))

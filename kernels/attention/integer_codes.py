@@ -7,7 +7,8 @@ Layout   pages are uint8 [..., page_size, token_bytes]. The bytes of one KV head
 Meaning  `reference.integer_codes`
            int8   value = code * word
            int4   byte j holds the codes of elements j (its low four bits) and head_dim / 2 + j. Each half of a head has
-                  a scale and a middle, float16: value = (code - 8) * scale + middle. From its lowest bits up, a word
+                  a scale and a middle, float16: value = (code - 8) * scale + middle, of the four ranges in CUTS
+                  that with the least squared error. From its lowest bits up, a word
                   holds scale and middle of the first half, then those of the second. Keys are rotated before they are
                   rounded, and queries with them, which leaves their products as they are
 
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 LARGEST_SCALE = 255.0  # kernels multiply weights by 256 times a value's scale in float16; what is larger saturates
+CUTS = ((0.0, 0.0), (0.025, 0.0), (0.0, 0.025), (0.025, 0.025))  # shares of a range of 4 bits that its ends may lose:
+# as min-max has them, the extremes are exact and all others pay for it
 SMALLEST_SCALE = 2.0**-18  # of 4 bits, where float16 still has some digits
 
 

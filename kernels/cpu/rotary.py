@@ -40,6 +40,7 @@ def rotate_and_cache(
     heads: int,
     *,
     key_scales: Tensor | None = None,
+    key_centres: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -47,11 +48,11 @@ def rotate_and_cache(
     **more: Any,
 ) -> Tensor:
     """Writes into the caches and returns the queries [tokens, heads, head_dim]."""
-    if key_scales is not None or keys.dtype not in BYTES or not (keys.is_contiguous() and values.is_contiguous()):
-        return elementwise.rotate_and_cache(
-            *(qkv, positions, cos, sin, slots, keys, values, heads),
-            **{"key_scales": key_scales, "q_norm": q_norm, "k_norm": k_norm, "eps": eps, "plus_one": plus_one} | more,
-        )
+    whole = key_scales is None and key_centres is None and keys.dtype in BYTES
+    if not (whole and keys.is_contiguous() and values.is_contiguous()):
+        more |= {"key_scales": key_scales, "key_centres": key_centres, "q_norm": q_norm, "k_norm": k_norm}
+        more |= {"eps": eps, "plus_one": plus_one}
+        return elementwise.rotate_and_cache(qkv, positions, cos, sin, slots, keys, values, heads, **more)
     pages, kv_heads, page_size, head_dim = keys.shape
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     positions, slots = positions.long(), slots.long()

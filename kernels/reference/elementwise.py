@@ -57,6 +57,7 @@ def rotate_and_cache(
     *,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    key_centres: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -69,7 +70,8 @@ def rotate_and_cache(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps, plus_one=plus_one), rms_norm(k, k_norm, eps, plus_one=plus_one)
     rows = positions.long().clamp(0, len(cos) - 1)
-    q, k = (_turn(part.float(), cos[rows], sin[rows]) for part in (q, k))
+    q, k = (turn_pairs(part.float(), cos[rows], sin[rows]) for part in (q, k))
+    k = k if key_centres is None else k - key_centres
     if kind is INT4:
         q, k = rotate_heads(q), rotate_heads(k)
     store(k, slots, keys, key_scales)
@@ -77,7 +79,8 @@ def rotate_and_cache(
     return q.to(qkv.dtype)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads x, float32 [tokens, heads, head_dim], turned by rope: cos and sin are [tokens, rotary_dim / 2]."""
     half = cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quantkit.kernels.attention.integer_codes import INT8, LARGEST_SCALE, SMALLEST_SCALE, IntegerCodes
+from quantkit.kernels.attention.integer_codes import CUTS, INT8, LARGEST_SCALE, SMALLEST_SCALE, IntegerCodes
 
 _LARGEST_MIDDLE = 65504.0
 
@@ -44,13 +44,25 @@ def encode(x: Tensor, kind: IntegerCodes) -> tuple[Tensor, Tensor]:
         scale = (x.abs().amax(-1) / 127).clamp(max=LARGEST_SCALE)
         codes = x / torch.where(scale > 0, scale, 1.0)[..., None]
         return codes.round().clamp(-127, 127).to(torch.int8), scale
-    halves = x.unflatten(-1, (2, -1))
-    lowest, highest = halves.aminmax(dim=-1)
-    scale = ((highest - lowest) / 15).clamp(SMALLEST_SCALE, LARGEST_SCALE).half()
-    middle = (lowest + 8 * scale.float()).clamp(-_LARGEST_MIDDLE, _LARGEST_MIDDLE).half()
-    codes = ((halves - middle.float()[..., None]) / scale.float()[..., None]).round().clamp(-8, 7) + 8
+    codes, words = _best_halves(x.unflatten(-1, (2, -1)))
     low, high = codes.to(torch.uint8).unbind(-2)
-    return low | high << 4, torch.stack((scale, middle), -1).flatten(-2).view(torch.int64)[..., 0]
+    return low | high << 4, words.flatten(-2).view(torch.int64)[..., 0]
+
+
+def _best_halves(halves: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes 0 to 15 of halves [..., columns], and scale and middle [..., 2], of the range with the least error."""
+    lowest, highest = halves.aminmax(dim=-1)
+    width = highest - lowest
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for below, above in CUTS:
+        scale = (width * ((1 - below - above) / 15)).clamp(SMALLEST_SCALE, LARGEST_SCALE).half()
+        middle = (lowest + width * below + 8 * scale.float()).clamp(-_LARGEST_MIDDLE, _LARGEST_MIDDLE).half()
+        step, centre = scale.float()[..., None], middle.float()[..., None]
+        codes = ((halves - centre) / step).round().clamp(-8, 7)
+        found.append(((codes * step + centre - halves).square().sum(-1), codes + 8, torch.stack((scale, middle), -1)))
+    errors, codes, words = (torch.stack(part) for part in zip(*found, strict=True))
+    best = errors.argmin(0)[None, ..., None]
+    return codes.take_along_dim(best, 0)[0], words.take_along_dim(best, 0)[0]
 
 
 def decode(codes: Tensor, words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

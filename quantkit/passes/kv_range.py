@@ -1,7 +1,8 @@
 """How large keys and values get: what the scales of an FP8 cache are made from.
 
 The model runs block by block on calibration tokens, quantized as it will be served, and attention is given something in
-place of a cache: keys come there after rope, as an engine keeps them.
+place of a cache: keys come there after rope, whole, as other engines keep them. Our own takes their centres away first
+and makes the scales larger by what that may add (`runtime/device/key_centres.py`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from torch import Tensor
 from quantkit.runtime.core.kv_dtypes import KvKind, kv_kind
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.pages import PADDING_PAGE
+from quantkit.runtime.device.key_centres import why_uncentred
 from quantkit.runtime.device.memory import MemoryPlan
 from quantkit.runtime.model.batch import KvCache
 from quantkit.runtime.model.config import ModelConfig
@@ -33,6 +34,13 @@ def _allocate(
     shape = (config.layers, kinds, num_pages, heads, page_size, kind.entry_width(width))
     pages = torch.empty(shape, dtype=kind.dtype, device=device)
     pages.view(torch.uint8)[:, :, PADDING_PAGE] = 0  # it must hold numbers: padding reads it
+    centres = None
+    if why_uncentred(config, kind) is None:
+        centres = torch.zeros(config.layers, heads, width, device=device)
     if kind.dtype != torch.float8_e4m3fn:
-        return KvCache(pages, None, kind.codes)
-    return KvCache(pages, torch.ones(config.layers, kinds, heads, device=device) if scales is None else scales)
+        scales = None
+    elif scales is None:
+        scales = torch.ones(config.layers, kinds, heads, device=device)
+    else:
+        scales = scales.clone()  # centres change them
+    return KvCache(pages, scales, kind.codes, centres)

@@ -44,6 +44,9 @@ class Peers(Protocol):
     def tell_kept(self, sources: list[int], targets: list[int]) -> None:
         """Keys and values of single tokens move, from KV slot to KV slot."""
 
+    def tell_centring(self) -> None:
+        """The next batch beside the scheduler's steps is the one that centres of keys are measured by."""
+
     def capturing(self, sequences: int, new: int, tree: bool) -> AbstractContextManager[None]:
         """Around the capture of a graph of this size: it holds sums over all ranks, so all make it at that time."""
 
@@ -83,6 +86,9 @@ class Alone:
         pass
 
     def tell_kept(self, sources: list[int], targets: list[int]) -> None:
+        pass
+
+    def tell_centring(self) -> None:
         pass
 
     def capturing(self, sequences: int, new: int, tree: bool) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ class LayerCache(NamedTuple):
     values: Tensor
     k_scale: Tensor | None  # of a KV head in an 8-bit cache; the words of a cache of integers
     v_scale: Tensor | None
+    key_centres: Tensor | None  # float32 [kv_heads, head_dim], which keys are kept without
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class KvCache:
     pages: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]; see `ModelConfig.cache_entry`
     scales: Tensor | None = None  # float32 [layers, 2, kv_heads], of a cache in FP8
     codes: IntegerCodes | None = None  # what its bytes are, where it is one of integers
+    key_centres: Tensor | None = None  # float32 [layers, kv_heads, head_dim], see `device/key_centres.py`
 
     @property
     def kind(self) -> KvKind:
@@ -71,8 +73,11 @@ class KvCache:
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
         """Not of latents, which are no pairs."""
+        none = [None] * len(self.pages)
+        centres = none if self.key_centres is None else self.key_centres
         if self.codes is None:
-            scales = [(None, None)] * len(self.pages) if self.scales is None else self.scales
-            return tuple(LayerCache(*pages, *own) for pages, own in zip(self.pages, scales, strict=True))
-        rows, words = self.codes.planes(self.pages)
-        return tuple(LayerCache(*row, *word) for row, word in zip(rows, words, strict=True))
+            pages, scales = self.pages, [(None, None) for _ in none] if self.scales is None else self.scales
+        else:
+            pages, scales = self.codes.planes(self.pages)
+        each = zip(pages, scales, centres, strict=True)
+        return tuple(LayerCache(k, v, k_scale, v_scale, centre) for (k, v), (k_scale, v_scale), centre in each)

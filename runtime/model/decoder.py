@@ -56,7 +56,7 @@ class Decoder:
         """
         self.config = config
         self.weights = weights
-        self._tables = tables
+        self.tables = tables
         self._ops = ops
         self._scratch = scratch
         self._group = group
@@ -116,8 +116,8 @@ class Decoder:
         return self._group.all_reduce(layer(x))
 
     def _attention(self, layer: int, block: Block, x: Tensor, batch: Batch, cache: KvCache) -> Tensor:
-        config, table = self.config, self._tables[layer]
-        keys, values, k_scale, v_scale = cache.layers[layer]
+        config, table = self.config, self.tables[layer]
+        keys, values, k_scale, v_scale, key_centres = cache.layers[layer]
         q = self._ops.rotate_and_cache(
             block.qkv(x),
             batch.positions,
@@ -129,6 +129,7 @@ class Decoder:
             config.heads,
             key_scales=k_scale,
             value_scales=v_scale,
+            key_centres=key_centres,
             q_norm=block.q_norm,
             k_norm=block.k_norm,
             eps=config.norm_eps,
@@ -163,7 +164,7 @@ class Decoder:
         if own.q_b is not None:
             q = own.q_b(self._ops.rms_norm(q, own.q_norm, LATENT_EPS))
         plain, turning = q.unflatten(1, (-1, sizes.query)).split((sizes.plain, sizes.rope), dim=2)
-        table, pages = self._tables[layer], cache.pages[layer, 0]
+        table, pages = self.tables[layer], cache.pages[layer, 0]
         scales = None if cache.scales is None else cache.scales[layer, 0]
         turned = self._ops.rotate_latent(
             turning,

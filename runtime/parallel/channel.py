@@ -32,7 +32,8 @@ class Kind(IntEnum):
     KEEP = 7  # move keys and values of single tokens
     CAPTURE = 8  # make a graph
     REPORT = 9  # say how long you computed
-    STOP = 10
+    CENTRE = 10  # the batch that follows is to measure centres of keys by
+    STOP = 11
 
 
 class Channel:

@@ -100,6 +100,9 @@ class PeerRanks:
     def tell_kept(self, sources: list[int], targets: list[int]) -> None:
         self._coordinator.send(Kind.KEEP, [sources, targets])
 
+    def tell_centring(self) -> None:
+        self._coordinator.send(Kind.CENTRE, [])
+
     @contextmanager
     def capturing(self, sequences: int, new: int, tree: bool) -> Iterator[None]:
         with self._coordinator.guarded():

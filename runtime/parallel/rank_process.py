@@ -24,9 +24,11 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_part
 from quantkit.runtime.device.decode_graphs import Key
 from quantkit.runtime.device.keep_path import keep_path
+from quantkit.runtime.device.key_centres import measured_centres
 from quantkit.runtime.device.memory import AGREED, plan_memory, refine_plan
 from quantkit.runtime.device.model_part import ModelPart
 from quantkit.runtime.device.step_inputs import Step
+from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
@@ -119,7 +121,8 @@ class Worker:
             Kind.MOVES: lambda lists: self._part.move(moves_from_lists(lists)),
             Kind.STEP: lambda lists: self._step(step_from_lists(lists)),
             Kind.ROWS: lambda lists: self._rows(),
-            Kind.BATCH: self._batch,
+            Kind.BATCH: lambda lists: self._batch(batch_from_lists(lists, self._part.device), self._part.cache),
+            Kind.CENTRE: lambda lists: self._centre(),
             Kind.LOGITS: self._logits,
             Kind.EMBED: self._embed,
             Kind.KEEP: self._keep,
@@ -154,10 +157,14 @@ class Worker:
             with self._part.clock:
                 self._part.decoder.logits(hidden)
 
-    def _batch(self, lists: Lists) -> None:
-        batch = batch_from_lists(lists, self._part.device)
+    def _centre(self) -> None:
+        batch = batch_from_lists(unpack(self._inbox.get()[1]), self._part.device)
+        with measured_centres(self._part, batch) as full:
+            self._batch(batch, full)
+
+    def _batch(self, batch: Batch, cache: KvCache) -> None:
         received = None if self._ranks.first_stage else self._pipeline.receive(len(batch.ids))
-        hidden = self._part.decoder.hidden_states(batch, self._part.cache, received)
+        hidden = self._part.decoder.hidden_states(batch, cache, received)
         if self._ranks.pipeline == 1:
             return
         rows = self._pipeline.expect(len(batch.ids)) if self._ranks.first_stage else None

@@ -52,6 +52,11 @@ def make(
     return arguments
 
 
+def centres_for(arguments: dict[str, Any], kv_heads: int = 1) -> dict[str, torch.Tensor]:
+    head_dim, device = arguments["keys"].shape[3], arguments["qkv"].device
+    return {"key_centres": 3 * torch.randn(kv_heads, head_dim, generator=torch.Generator().manual_seed(7)).to(device)}
+
+
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
     ulp = torch.finfo(expected.dtype).eps
     ulp *= 4 if expected.dtype in (torch.float32, torch.bfloat16) else 1  # the interpreter cuts bfloat16 off
@@ -79,6 +84,19 @@ def test_rotate(head_dim: int, rotary_dim: int, dtype: torch.dtype, norms: bool,
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 2, 1), (5, 5, 3), (1, 1, 2), (17, 1, 1)])
 def test_head_counts(heads: int, kv_heads: int, tokens: int, device: str) -> None:
     run_problem(make(64, heads=heads, kv_heads=kv_heads, tokens=tokens, norms=True, device=device))
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (96, 96), (128, 96), (256, 2)])
+def test_keys_less_their_centres(head_dim: int, rotary_dim: int, device: str) -> None:
+    arguments = make(head_dim, heads=4, kv_heads=2, rotary_dim=rotary_dim, norms=rotary_dim == 96, device=device)
+    plain = {name: arguments[name].clone() for name in ("keys", "values")}
+    reference.rotate_and_cache(**(arguments | plain))
+    centres = centres_for(arguments, 2)
+    run_problem(arguments | centres)
+    written = arguments["slots"][arguments["slots"] >= 0]
+    shifted = (plain["keys"].float() - centres["key_centres"][:, None]).transpose(1, 2).flatten(0, 1)[written]
+    found = arguments["keys"].float().transpose(1, 2).flatten(0, 1)[written]
+    torch.testing.assert_close(found, shifted, rtol=1e-2, atol=1e-2)
 
 
 def test_many_tokens(device: str) -> None:
@@ -119,7 +137,8 @@ def test_caches_of_8_bits(device: str) -> None:
     arguments["cos"], arguments["sin"] = torch.ones_like(arguments["cos"]), torch.zeros_like(arguments["sin"])
     caches = {name: torch.zeros_like(arguments[name], dtype=torch.float8_e4m3fn) for name in ("keys", "values")}
     scales = {"key_scales": torch.tensor([1.0, 8.0]), "value_scales": torch.tensor([4.0, 0.5])}
-    arguments |= caches | {name: scale.to(device) for name, scale in scales.items()}
+    centres = torch.randint(-1, 2, (2, 64), generator=torch.Generator().manual_seed(1)) * 64.0  # stays on the grid
+    arguments |= caches | {name: scale.to(device) for name, scale in (scales | {"key_centres": centres}).items()}
     expected = {name: cache.clone() for name, cache in caches.items()}
     reference.rotate_and_cache(**(arguments | expected))
     rotate_and_cache(**arguments)
@@ -136,8 +155,9 @@ def test_rounding_of_8_bits(device: str) -> None:
     caches = {name: torch.zeros_like(arguments[name], dtype=torch.float8_e4m3fn) for name in ("keys", "values")}
     scales = {name: torch.tensor([0.013, 0.3], device=device) for name in ("key_scales", "value_scales")}
     expected = {name: cache.clone() for name, cache in caches.items()}
-    reference.rotate_and_cache(**(arguments | expected | scales))
-    rotate_and_cache(**(arguments | caches | scales))
+    more = scales | centres_for(arguments, 2)
+    reference.rotate_and_cache(**(arguments | expected | more))
+    rotate_and_cache(**(arguments | caches | more))
     assert torch.equal(caches["values"].float(), expected["values"].float())
     same = caches["keys"].float() == expected["keys"].float()
     assert float(same.double().mean()) > 0.99  # a fused multiply-add may fall on the other side of a rounding
@@ -198,6 +218,8 @@ def test_refuses_what_it_cannot_take(device: str) -> None:
         ("must not have key_scales", {"key_scales": scale}),
         ("value_scales is float16", bytes_ | {"key_scales": scale, "value_scales": scale.half()}),
         (r"key_scales has shape \[2\]", bytes_ | {"key_scales": scale.repeat(2), "value_scales": scale}),
+        (r"key_centres has shape \[64\]", {"key_centres": torch.ones(64, device=device)}),
+        ("key_centres is float16", {"key_centres": torch.ones(1, 64, device=device).half()}),
         ("out has shape", {"out": good["qkv"]}),
         ("one device", {"slots": good["slots"].to("meta")}),
     ]

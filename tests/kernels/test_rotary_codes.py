@@ -16,7 +16,14 @@ PAGES, PAGE_SIZE = 3, 16
 
 
 def make(
-    kind: str, head_dim: int, device: str, *, rotary_dim: int | None = None, norms: bool = False, tokens: int = 5
+    kind: str,
+    head_dim: int,
+    device: str,
+    *,
+    rotary_dim: int | None = None,
+    norms: bool = False,
+    centred: bool = False,
+    tokens: int = 5,
 ) -> dict[str, Any]:
     """The arguments of rotate_and_cache but the caches; the last token is padding."""
     generator = torch.Generator().manual_seed(head_dim + tokens)
@@ -31,6 +38,8 @@ def make(
         "slots": slots.to(device),
         "heads": 3,
     }
+    if centred:
+        arguments["key_centres"] = (2 * torch.randn(2, head_dim, generator=generator)).to(device)
     if norms:
         weights = (1 + 0.2 * torch.randn(2, head_dim, generator=generator)).to(device, torch.float16)
         arguments |= {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
@@ -59,11 +68,12 @@ def run_problem(kind: str, head_dim: int, arguments: dict[str, Any], device: str
         assert bool(((ours - theirs).abs().amax(-1) <= 1.1 * step).all())
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("norms", "centred"), [(False, False), (True, True)])
 @pytest.mark.parametrize("kind", BY_NAME)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (96, 96), (128, 96), (256, 256), (128, 2)])
-def test_as_in_torch(kind: str, head_dim: int, rotary_dim: int, norms: bool, device: str) -> None:
-    run_problem(kind, head_dim, make(kind, head_dim, device, rotary_dim=rotary_dim, norms=norms), device)
+def test_as_in_torch(kind: str, head_dim: int, rotary_dim: int, norms: bool, centred: bool, device: str) -> None:
+    how: dict[str, Any] = {"rotary_dim": rotary_dim, "norms": norms, "centred": centred}
+    run_problem(kind, head_dim, make(kind, head_dim, device, **how), device)
 
 
 @pytest.mark.parametrize("kind", BY_NAME)

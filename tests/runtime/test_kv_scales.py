@@ -16,6 +16,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.convert import convert
 from quantkit.errors import InputError, StorageError
 from quantkit.formats.kv_scheme import LARGEST, kv_cache_scheme, kv_strategy, scale_tensors, summary_of
+from quantkit.kernels.reference.compare import relative_error
 from quantkit.passes.kv_range import measure_kv_scales
 from quantkit.pipeline import quantize
 from quantkit.recipe import load_recipe
@@ -23,6 +24,7 @@ from quantkit.reference import load_reference
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.kv_cache import allocate_draft_cache
 from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.model.batch import KvCache
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.kv_scales import read_kv_scales
 from quantkit.runtime.model.ranks import Ranks
@@ -95,18 +97,35 @@ def test_the_engine_keeps_values_by_these_scales(scaled: Callable[[str], Path]) 
     assert cache.scales.unique().numel() > 4
     largest = cache.pages[:, :, 1:5].float().abs().amax(dim=(2, 4, 5))
     assert largest.max() == LARGEST  # what calibration saw uses all of the range, and nothing was cut
-    full = score_tokens(start(scaled("attn_head"), "auto"), ids, 16)
+    other = start(scaled("attn_head"), "auto")
+    full = score_tokens(other, ids, 16)
+    assert_nothing_was_cut(cache, other.runner.cache)
     lost = (logits - full).norm()
     assert 0 < lost < 0.05 * full.norm()
     cache.scales.mul_(2.0**20)  # and what computes looks at them: all is rounded to zero
     assert (score_tokens(engine, ids, 16) - full).norm() > 4 * lost
-    assert allocate_draft_cache(engine.config, cache, cache.scales).scales is cache.scales
+    given = allocate_draft_cache(engine.config, cache, cache.scales).scales
+    assert given is not None
+    assert torch.equal(given, cache.scales)
+
+
+def assert_nothing_was_cut(cache: KvCache, full: KvCache) -> None:
+    """Keys are kept less their centres, by scales that were measured of whole keys."""
+    assert cache.scales is not None
+    assert cache.key_centres is not None
+    largest = cache.pages[:, 0, 1:5].float().abs().amax(dim=(1, 3, 4))
+    assert ((largest > 0.25 * LARGEST) & (largest < LARGEST)).all()
+    kept = (
+        cache.pages[:, 0, 1:5].float() * cache.scales[:, 0, None, :, None, None] + cache.key_centres[:, None, :, None]
+    )
+    assert relative_error(kept, full.pages[:, 0, 1:5]) < 0.05
 
 
 def test_without_scales_they_are_one(quantized_draft: Callable[..., Path]) -> None:
     cache = start(quantized_draft(*RECIPE), "fp8").runner.cache
     assert cache.scales is not None
-    assert (cache.scales == 1).all()
+    assert (cache.scales[:, 1] == 1).all()
+    assert (cache.scales[:, 0] >= 1).all()  # of keys, which their centres may make larger
     assert start(quantized_draft(*RECIPE), "auto").runner.cache.scales is None
 
 

@@ -34,9 +34,12 @@ def small_cases(card: Card) -> Iterator[Case]:
     for scale in (None, 2.0):
         yield Case(f"embed {scale}", lambda dtype, scale=scale: embed(torch.arange(5), _rows(dtype), scale=scale))
     caches = (None, FLOAT8) if card.has_float8 else (None,)
-    for head_dim, kept, norm, share in cover((64, 96, 128, 256), (*caches, *BY_DTYPE), (None, False, True), (1, 2)):
+    kinds = ((64, 96, 128, 256), (*caches, *BY_DTYPE), (None, False, True), (1, 2), (False, True))
+    for head_dim, kept, norm, share, centred in cover(*kinds):
         how = {"head_dim": head_dim, "kept": kept, "plus_one": norm, "rotary_dim": head_dim // share}
+        how |= {"centred": centred and kept is not None}
         name = f"rotary {head_dim} {kept or 'half'} norm {norm} of a {'half' if share == 2 else 'whole'} head"
+        name += " centred" if how["centred"] else ""
         yield Case(name, lambda dtype, how=how: _rotate(dtype, **how))
     for vocabulary in _VOCABULARIES:
         yield Case(f"greedy {vocabulary}", lambda dtype, vocabulary=vocabulary: greedy(_rows(dtype, vocabulary)))
@@ -59,7 +62,12 @@ def _add_norm(dtype: torch.dtype, width: int) -> None:
 
 
 def _rotate(
-    dtype: torch.dtype, head_dim: int, kept: torch.dtype | None, plus_one: bool | None, rotary_dim: int
+    dtype: torch.dtype,
+    head_dim: int,
+    kept: torch.dtype | None,
+    plus_one: bool | None,
+    rotary_dim: int,
+    centred: bool,
 ) -> None:
     """`plus_one` is of the heads' norm; None: they have none."""
     heads, kv_heads, tokens = 4, 2, 3
@@ -77,6 +85,8 @@ def _rotate(
     if plus_one is not None:
         weight = torch.ones(head_dim, dtype=dtype)
         options |= {"q_norm": weight, "k_norm": weight, "plus_one": plus_one}
+    if centred:
+        options["key_centres"] = torch.zeros(kv_heads, head_dim)
     slots = torch.arange(tokens)
     rotate_and_cache(qkv, slots, cos, sin, slots, keys, values, heads, **options)
 
