@@ -44,16 +44,18 @@ class Speculation:
         tree: tuple[int, ...] = (),
         capture: Callable[[int, int], None] | None = None,
         overlaps: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`device` and `early` are the drafter again, where it can do that. `tree` has the parents of its guesses where
         they are one (`Scheduled`). `capture` makes what its guesses for so many sequences, so many each, wait for at
-        first. `overlaps`: plain steps are launched before the one in front has ended."""
+        first. `overlaps`: plain steps are launched before the one in front has ended. `clock`: seconds."""
         self._drafter = drafter
         self._device = device
         self._early = early
         self._tree = tree
         self._capture = capture
         self._overlaps = overlaps
+        self._clock = clock
         self._policy = policy or Policy(0, Costs())
         self._active = drafter is not None  # whether guesses pay now
         self._begun: deque[tuple[float, bool, bool]] = deque()  # steps in flight: `begin`
@@ -131,7 +133,7 @@ class Speculation:
             return plan
         # Somebody who was in the last step did not end, so the engine was never idle: what the host did counts too.
         goes_on = any(work.sequence.id in self._last for work in plan.scheduled)
-        began = self._ended if goes_on else time.perf_counter()
+        began = self._ended if goes_on else self._clock()
         # First guesses after plain steps take longer: a draft model has tokens to read, and no guess is there early.
         self._begun.append((began, bool(self._begun), self._active == self._was_active))
         self._was_active = self._active
@@ -152,7 +154,7 @@ class Speculation:
         """The results of a step are there; its tokens are not known yet."""
         if self._drafter is None:
             return
-        now = time.perf_counter()
+        now = self._clock()
         begun, overlapped, settled = self._begun.popleft()
         seconds = now - max(begun, self._ended)
         self._ended, plan = now, launched.plan

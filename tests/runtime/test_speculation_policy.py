@@ -14,7 +14,6 @@ from quantkit.runtime.core.sequence import Sequence, Status
 from quantkit.runtime.core.step_plan import Scheduled, StepPlan
 from quantkit.runtime.core.step_result import Launched, Outcome, Sampled, Samples
 from quantkit.runtime.drafters.ngram import NgramDrafter
-from quantkit.runtime.engine import speculation as module
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
@@ -271,12 +270,11 @@ class _AsTold(Policy):
         return {one.id: 2 for one in answering} if self.told else {}
 
 
-def test_the_first_step_with_guesses_after_plain_ones_is_not_typical(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_with_guesses_after_plain_ones_is_not_typical() -> None:
     """There a draft model reads all it missed. Such a time, believed, would say that guesses never pay."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     policy = _AsTold(2, Costs())
-    speculation = Speculation(NgramDrafter(), policy)
+    speculation = Speculation(NgramDrafter(), policy, clock=lambda: clock.now)
     one = Sequence(0, [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(), 0.0, 0, 100)
     one.num_computed = len(one.tokens) - 1
 
