@@ -75,6 +75,11 @@ class ModelDrafter:
             for drawn in (False, True):
                 self.loop.prepare(sequences, guesses, drawn)
 
+    def unread(self, sequence: Sequence) -> int:
+        """Tokens to be read before a first guess; the loop itself reads the last two."""
+        read, stay = self._read.get(sequence.id, (sequence.num_reused, sequence.num_preemptions))
+        return max(0, len(sequence.tokens) - 2 - (read if stay == sequence.num_preemptions else 0))
+
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Room for so many; `complete` fills it when the sequence has its pages."""
         if not sequence.num_computed:

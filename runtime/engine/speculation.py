@@ -105,7 +105,7 @@ class Speculation:
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that is new; its prompt is read with guesses in mind."""
-        sequence.speculates = self.on
+        sequence.speculates = self.on and self._policy.reads_prompts
 
     def propose(self, running: list[Sequence]) -> None:
         """Drafts for all that wait for their next token only."""
@@ -172,9 +172,11 @@ class Speculation:
             if typical:
                 self._policy.costs.observe(len(plan.scheduled), guesses, seconds)
             plain = self._policy.costs.estimate(len(plan.scheduled), 0)
-            if guesses and plain is not None:
-                tokens = sum(len(outcome.tokens) for outcome in outcomes)
-                self.saved_seconds += plain * tokens / len(plan.scheduled) - seconds
+            if plain is not None:
+                tokens = sum(len(outcome.tokens) for outcome in outcomes) / len(plan.scheduled)
+                plain_step = not guesses and typical
+                self._policy.account(seconds / plain, 0.0 if plain_step else seconds / plain - tokens)
+                self.saved_seconds += plain * tokens - seconds if guesses else 0.0
 
     def drop_steps(self, in_flight: int) -> None:
         """A step failed: so many are on their way now."""

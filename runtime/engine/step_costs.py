@@ -19,6 +19,7 @@ _FEW = 3  # below that the smallest counts
 _DOUBT = 2.0  # times what was expected: more is not believed of a few steps
 _FRESH = 16  # times that an estimate is given again before it is made anew
 _SIZES = graph_sizes(1024)
+_READ = 96  # tokens that a draft reads while it makes a guess: both read all of its weights
 _GUESS = 0.1  # of a plain step, where nobody knows what the draft costs
 
 
@@ -80,6 +81,12 @@ class Costs:
         line = sorted((device or walls).items())
         more = _between(line, size * (1 + guesses)) - _between(line, size)
         return plain + max(0.0, more) + self._draft(size, guesses, plain)
+
+    def reading(self, tokens: int) -> float:
+        """Seconds for what a draft must read before it guesses, by those of a guess; 0 where none was measured."""
+        if not tokens or not self._draft_seconds:
+            return 0.0
+        return self._draft(1, 1, 0.0) * (1 + tokens / _READ)
 
     def _draft(self, sequences: int, guesses: int, plain: float) -> float:
         each = sorted({size: seconds / count for (size, count), seconds in sorted(self._draft_seconds.items())}.items())

@@ -238,7 +238,7 @@ def simulated_engine(
         draft: Any = part
         loop: Any = SimulatedLoop(gpu)
         drafter = ModelDrafter(draft, loop)
-        policy = Policy(guesses, Costs(*_captured(machine, guesses, sequences)), adaptive, alike=True)
+        policy = Policy(guesses, Costs(*_captured(machine, guesses, sequences)), adaptive, alike=True, unread=drafter.unread)
         speculation = Speculation(
             drafter, policy, device=drafter, early=drafter, overlaps=True, clock=gpu.seconds
         )  # fmt: skip
