@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.device.decode_graphs import DRAFT_LENGTHS
-from quantkit.runtime.engine.loss_budget import LossBudget
+from quantkit.runtime.engine.loss_budget import MOST_SAVED, LossBudget
 from quantkit.runtime.engine.step_costs import Costs
 
 _GAIN = 1.02  # that guessing must promise before it begins; less is noise
@@ -95,6 +95,8 @@ class Policy:
         self._guessing = False
         self._tried: set[int] = set()  # sequences that guesses were asked for since guessing began
         self._failed = 0  # looks that found nothing, in a row
+        self._before = self._budget.left  # the last look
+        self._paid = 0.0  # for the last that found nothing, in plain steps
         self._plain_steps = 0  # since the last
 
     def lengths(self, answering: list[Sequence]) -> dict[int, int]:
@@ -108,8 +110,8 @@ class Policy:
             self._plain_steps += 1
             return {}
         count = len(answering)
-        if self.costs.estimate(count, 0) is None:
-            return {}  # one plain step first
+        if not self.costs.has_plain:
+            return {}  # that first
         found = self._more_guesses(answering) if self._guessing else self._first_guesses(answering)
         if not found:
             self._plain_steps += 1
@@ -118,43 +120,45 @@ class Policy:
 
     def _first_guesses(self, answering: list[Sequence]) -> dict[int, int]:
         """After plain steps."""
-        records = [self._record(sequence) for sequence in answering]
         count = len(answering)
-        best, gain = self._best(count, records)
-        pays = self._everybody.tested >= _TESTS and gain >= _GAIN and self._pays_back(answering, gain)
-        if not pays:
+        best, gain = self._best(count, [self._record(sequence) for sequence in answering])
+        if gain < 1 or self._budget.left <= 0 or not self._pays_for_all(answering):
             pause = min(_PAUSE << max(0, self._failed - 1), _LONGEST_PAUSE) if self._failed else 0
             if self._plain_steps < pause:
                 return {}
             hope = [_Record(_HOPE, 1.0)] * count
             gain = self._best(count, hope)[1]
             asked, price = self._cheapest_look(answering)
-            if gain < _GAIN or price > self._budget.left or not self._pays_back(answering, gain):
+            if gain < _GAIN or max(price, self._paid) > self._budget.left or not self._pays_back(answering, gain):
                 return {}
             self._records.clear()
             self._everybody = _Record()
-            answering, best = asked, 1
+            answering, best = asked, self._best(count, [self._everybody] * count)[0]
+            self._before = self._budget.left
         self._guessing = True
         self._tried = {sequence.id for sequence in answering}
         return {sequence.id: best for sequence in answering}
 
     def _more_guesses(self, answering: list[Sequence]) -> dict[int, int]:
-        count, everybody = len(answering), answering
+        count = len(answering)
         seen = [one for one in answering if one.id in self._tried or self._unread(one) <= _TESTS]
         records = [self._record(sequence) for sequence in answering]
         best, gain = self._best(count, records)
-        if len(seen) < count and best and self._everybody.tested >= _TESTS and self._pays_back(everybody, gain):
-            seen = everybody
-        if len(seen) == count and best:
+        lasts = self._budget.left > 0
+        pays = gain > 1 if lasts else gain >= _GAIN and self.costs.has_guesses(count)
+        if len(seen) < count and pays and self._pays_for_all(answering):
+            seen = answering
+        if len(seen) == count and pays:
             self._tried = {sequence.id for sequence in seen}
             self._failed = 0
             return {one.id: self._own(record, best, count) for one, record in zip(answering, records, strict=True)}
         lucky = [_lucky(record) for record in records]
-        if seen and self._budget.left > 0 and self._best(count, lucky)[0]:
+        if seen and lasts and self._best(count, lucky)[1] > 1:
             self._tried = {sequence.id for sequence in seen}
-            return {sequence.id: 1 for sequence in seen}
+            return {sequence.id: best for sequence in seen}
         self._guessing = False
         self._failed += 1
+        self._paid = min(self._before - self._budget.left, MOST_SAVED)
         self._plain_steps = 0
         return {}
 
@@ -181,8 +185,7 @@ class Policy:
         return known
 
     def _best(self, sequences: int, records: list[_Record]) -> tuple[int, float]:
-        """The number of guesses with the most tokens in a second, 0 where that is none; and how many times as many as
-        plain steps the best number has."""
+        """The number of guesses with the most tokens in a second, and how many times as many as plain steps have."""
         plain = self.costs.estimate(sequences, 0)
         assert plain is not None
         best, gain = 0, 0.0
@@ -192,7 +195,7 @@ class Policy:
             found = sum(_tokens(record, guesses) for record in records) / sequences * plain / seconds
             if found > gain:
                 best, gain = guesses, found
-        return (best if gain > 1 else 0), gain
+        return best, gain
 
     def _cheapest_look(self, answering: list[Sequence]) -> tuple[list[Sequence], float]:
         """Whom to ask for guesses, and the plain steps that a first step costs if all of them are wrong."""
@@ -210,6 +213,13 @@ class Policy:
                 asked, least = number, price
         tokens = sum(self._unread(sequence) for sequence in waiting[:asked])
         return waiting[:asked], _SWITCH + step + self.costs.reading(tokens) / plain
+
+    def _pays_for_all(self, answering: list[Sequence]) -> bool:
+        """Whether guesses pay as they did lately, even with less luck, and what was not read yet with them."""
+        if self._everybody.tested < _TESTS:
+            return False
+        gain = self._best(len(answering), [_lucky(self._record(one), -_LUCK) for one in answering])[1]
+        return gain >= _GAIN and self._pays_back(answering, gain)
 
     def _pays_back(self, answering: list[Sequence], gain: float) -> bool:
         """What must be read for all of them, while they last."""
@@ -233,10 +243,10 @@ class Policy:
         return length
 
 
-def _lucky(record: _Record) -> _Record:
-    """As good as it may still turn out to be."""
-    right = record.right + _LUCK * record.tested**0.5
-    return replace(record, right=min(right, _HOPE * record.tested))
+def _lucky(record: _Record, luck: float = _LUCK) -> _Record:
+    """As good as it may still turn out to be; with negative luck, as bad."""
+    right = record.right + luck * record.tested**0.5
+    return replace(record, right=min(max(right, 0.0), max(_HOPE * record.tested, record.right)))
 
 
 def _tokens(record: _Record, guesses: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping
+from math import log2
 from statistics import median
 
 from quantkit.runtime.device.decode_graphs import graph_sizes
@@ -61,6 +62,15 @@ class Costs:
         self._looked_up[key] = seconds, fresh - 1
         return seconds
 
+    @property
+    def has_plain(self) -> bool:
+        """Whether any plain step was measured: what its graph takes is not what it takes."""
+        return any(guesses == 0 for _, guesses in self._measured)
+
+    def has_guesses(self, sequences: int) -> bool:
+        """Whether a step with guesses for so many was measured."""
+        return any(size == _padded(sequences) and guesses > 0 for size, guesses in self._measured)
+
     def _estimate(self, size: int, guesses: int) -> float | None:
         found = self._measured.get((size, guesses), ())
         expected = self._expected(size, guesses)
@@ -75,12 +85,28 @@ class Costs:
         if guesses == 0:
             known = sorted((device | walls).items())
             return _between(known, size) if known else None
+        known = self._by_parts(size, guesses)
+        return None if known is None else known + self._beside(size, guesses)
+
+    def _by_parts(self, size: int, guesses: int) -> float | None:
+        """A step with guesses as the sum of what it is made of."""
         plain = self._estimate(size, 0)
         if plain is None:
             return None
+        walls = {size: _typical(found) for (size, guesses), found in self._measured.items() if guesses == 0}
+        device = {size * new: seconds for (size, new), seconds in self._graph_seconds.items()}
         line = sorted((device or walls).items())
         more = _between(line, size * (1 + guesses)) - _between(line, size)
         return plain + max(0.0, more) + self._draft(size, guesses, plain)
+
+    def _beside(self, size: int, guesses: int) -> float:
+        """What the most similar step with guesses took beside its parts: host that nothing overlaps, sampling."""
+        run = [key for key in self._measured if key[1] > 0 and key != (size, guesses)]
+        if not run:
+            return 0.0
+        key = min(run, key=lambda known: (abs(log2(known[0] / size)), abs(known[1] - guesses)))
+        parts = self._by_parts(*key)
+        return 0.0 if parts is None else max(0.0, _typical(self._measured[key]) - parts)
 
     def reading(self, tokens: int) -> float:
         """Seconds for what a draft must read before it guesses, by those of a guess; 0 where none was measured."""
