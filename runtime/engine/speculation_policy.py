@@ -35,6 +35,7 @@ _TESTS = 8  # guesses that a look should see
 _HORIZON = 128  # steps in which what a draft reads must pay back
 _LOOK = 8  # plain steps from one look at the costs to the next
 _HOPE = 0.9  # the acceptance with which guesses could pay
+_DOUBT = 1.0  # plain steps that may be owed where nobody knows yet what steps with guesses take
 _LUCK = 0.5  # of that, what a single test leaves open
 _FADING = 0.97  # per step: what happened 100 steps ago counts one twentieth
 
@@ -145,7 +146,8 @@ class Policy:
         records = [self._record(sequence) for sequence in answering]
         best, gain = self._best(count, records)
         lasts = self._budget.left > 0
-        pays = gain > 1 if lasts else gain >= _GAIN and self.costs.has_guesses(count)
+        sure = self.costs.has_guesses(count) or self._budget.left > -_DOUBT
+        pays = gain > 1 if lasts else gain >= _GAIN and sure
         if len(seen) < count and pays and self._pays_for_all(answering):
             seen = answering
         if len(seen) == count and pays:
@@ -216,7 +218,7 @@ class Policy:
 
     def _pays_for_all(self, answering: list[Sequence]) -> bool:
         """Whether guesses pay as they did lately, even with less luck, and what was not read yet with them."""
-        if self._everybody.tested < _TESTS:
+        if self._everybody.tested < _TESTS or not self.costs.has_guesses(len(answering)):
             return False
         gain = self._best(len(answering), [_lucky(self._record(one), -_LUCK) for one in answering])[1]
         return gain >= _GAIN and self._pays_back(answering, gain)
