@@ -96,8 +96,8 @@ class Policy:
         self._guessing = False
         self._tried: set[int] = set()  # sequences that guesses were asked for since guessing began
         self._failed = 0  # looks that found nothing, in a row
-        self._before = self._budget.left  # the last look
-        self._paid = 0.0  # for the last that found nothing, in plain steps
+        self._undecided = False  # whether the last look ended because the budget did
+        self._dearest = 0.0  # plain steps that were lost in one of its steps
         self._plain_steps = 0  # since the last
 
     def lengths(self, answering: list[Sequence]) -> dict[int, int]:
@@ -130,12 +130,13 @@ class Policy:
             hope = [_Record(_HOPE, 1.0)] * count
             gain = self._best(count, hope)[1]
             asked, price = self._cheapest_look(answering)
-            if gain < _GAIN or max(price, self._paid) > self._budget.left or not self._pays_back(answering, gain):
+            if gain < _GAIN or max(price, self._dearest) > self._budget.left or not self._pays_back(answering, gain):
                 return {}
-            self._records.clear()
-            self._everybody = _Record()
+            if not self._undecided:
+                self._records.clear()
+                self._everybody = _Record()
             answering, best = asked, self._best(count, [self._everybody] * count)[0]
-            self._before = self._budget.left
+            self._dearest = 0.0
         self._guessing = True
         self._tried = {sequence.id for sequence in answering}
         return {sequence.id: best for sequence in answering}
@@ -154,13 +155,12 @@ class Policy:
             self._tried = {sequence.id for sequence in seen}
             self._failed = 0
             return {one.id: self._own(record, best, count) for one, record in zip(answering, records, strict=True)}
-        lucky = [_lucky(record) for record in records]
-        if seen and lasts and self._best(count, lucky)[1] > 1:
+        self._undecided = self._best(count, [_lucky(record) for record in records])[1] > 1
+        if seen and lasts and self._undecided:
             self._tried = {sequence.id for sequence in seen}
             return {sequence.id: best for sequence in seen}
         self._guessing = False
-        self._failed += 1
-        self._paid = min(self._before - self._budget.left, MOST_SAVED)
+        self._failed += not self._undecided
         self._plain_steps = 0
         return {}
 
@@ -172,6 +172,7 @@ class Policy:
         """A step took as long as so many plain ones, of which so many were lost to guessing."""
         self._budget.passed(steps)
         self._budget.spend(lost)
+        self._dearest = max(self._dearest, min(lost, MOST_SAVED))
 
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.id, None)
