@@ -85,9 +85,7 @@ def make_speculation(
     if draft is not None:
         drafter = make_drafter(draft)
         costs = Costs(seconds, drafter.loop.seconds)
-        policy = Policy(
-            asked.most, costs, asked.adaptive, alike=runner.graphs is not None, unread=drafter.unread
-        )
+        policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None, unread=drafter.unread)
         early = drafter if options.overlaps else None
         return Speculation(
             drafter, policy, device=drafter, early=early, capture=drafter.capture, overlaps=options.overlaps

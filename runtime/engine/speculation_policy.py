@@ -10,8 +10,8 @@ times and times with guesses, and a budget (`loss_budget.py`) between them:
     plain     steps overlap as they do without speculation. It ends when what is known says that guesses pay, or when
               the budget holds what a look costs and the best guesses would pay. Such looks become rare where they find
               nothing.
-    guessing  as many as pay by what was seen. While little was seen, and the budget lasts, one guess each goes on
-              where a little luck would make it pay. It ends when nothing speaks for it any longer.
+    guessing  as many as pay by what was seen. While little was seen, and the budget lasts, it goes on where a little
+              luck would make it pay. It ends when nothing speaks for it any longer.
 
 What a draft model has to read before its first guess belongs to the price: a look asks as few sequences as make it
 cheapest, and the others follow when that pays back while they last.
@@ -110,7 +110,6 @@ class Policy:
             self._quiet -= 1
             self._plain_steps += 1
             return {}
-        count = len(answering)
         if not self.costs.has_plain:
             return {}  # that first
         found = self._more_guesses(answering) if self._guessing else self._first_guesses(answering)

@@ -41,7 +41,7 @@ CHANCES = (0.3, 0.6, 0.9)
 _PAGE = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Machine:
     """Milliseconds. Tables are by tokens of a step, or by sequences; between them seconds grow in straight lines."""
 
@@ -238,10 +238,10 @@ def simulated_engine(
         draft: Any = part
         loop: Any = SimulatedLoop(gpu)
         drafter = ModelDrafter(draft, loop)
-        policy = Policy(guesses, Costs(*_captured(machine, guesses, sequences)), adaptive, alike=True, unread=drafter.unread)
-        speculation = Speculation(
-            drafter, policy, device=drafter, early=drafter, overlaps=True, clock=gpu.seconds
-        )  # fmt: skip
+        policy = Policy(
+            guesses, Costs(*_captured(machine, guesses, sequences)), adaptive, alike=True, unread=drafter.unread
+        )
+        speculation = Speculation(drafter, policy, device=drafter, early=drafter, overlaps=True, clock=gpu.seconds)
     return Simulated(Engine(config, runner, plan, options, speculation), gpu, part)
 
 
