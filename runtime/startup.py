@@ -168,7 +168,13 @@ def build_engine(
             rows, graphs = runner.device_rows.alone(), runner.graphs
             assert options.speculation is not None
             loop = DraftLoop(
-                decoder, cache, ops_for(device, dtype), rows, most=options.speculation.most, graphs=graphs is not None
+                decoder,
+                cache,
+                ops_for(device, dtype),
+                rows,
+                most=options.speculation.most,
+                graphs=graphs is not None,
+                unknown=model.unknown,
             )
             prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
             return ModelDrafter(ModelPart(decoder, cache, rows, prompt_graphs=prompts), loop)

@@ -46,6 +46,7 @@ class DraftModel:
     config: ModelConfig
     load: Callable[[Weights, str], Weights]  # given the target's, and the `kv_dtype` of both
     size: int  # bytes of its weights
+    unknown: tuple[int, ...] = ()  # tokens of the target that it does not have (`shared_tokens.py`)
 
 
 @dataclass(frozen=True)

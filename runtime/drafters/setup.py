@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
@@ -16,12 +16,12 @@ from quantkit.runtime.drafters.medusa import MedusaDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
 from quantkit.runtime.drafters.ngram import NgramDrafter
 from quantkit.runtime.drafters.self_draft import make_self_draft
+from quantkit.runtime.drafters.shared_tokens import UNKNOWN, Renumbered, match_tokens
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 from quantkit.runtime.model.config import ModelConfig, read_model_config
 from quantkit.runtime.model.loading import load_weights
-from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.sources import model_folder
 
 _TREE_ROWS = 64  # of a tree in attention, new tokens times query heads of a KV head (`kernels/attention/decode.py`)
@@ -42,16 +42,15 @@ def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) 
         return None
     checkpoint = Checkpoint(model_folder(asked.what))
     draft = read_model_config(checkpoint.config)
-    if draft.vocab != config.vocab:
-        raise InputError(
-            f"the draft {asked.what} has {draft.vocab} tokens, the model {config.vocab}; a draft needs the same tokens"
-        )
-    _check_tokenizers(target.folder, checkpoint.folder, asked.what)
+    numbers = match_tokens(target.folder, config.vocab, checkpoint.folder, draft.vocab, asked.what)
+    if numbers is not None:
+        checkpoint, draft = Renumbered(checkpoint, numbers), replace(draft, vocab=config.vocab)
     return DraftModel(
         raw=checkpoint.config,
         config=draft,
         load=lambda whole, kv_dtype: load_weights(checkpoint, draft, dtype, options.torch_device, kv_dtype=kv_dtype),
         size=weight_bytes(checkpoint, dtype),
+        unknown=tuple(number for number, row in enumerate(numbers or ()) if row == UNKNOWN),
     )
 
 
@@ -107,18 +106,4 @@ def check_draft_context(draft: DraftModel | None, max_context: int) -> None:
         raise InputError(
             f"the draft was made for {draft.config.max_positions} positions, but contexts go up to {max_context}; "
             f"use --max-context {draft.config.max_positions}, or another draft"
-        )
-
-
-def _check_tokenizers(target: Path, draft: Path, named: str) -> None:
-    """Where both folders have one: every token must have the same number."""
-    own, other = load_tokenizer(target), load_tokenizer(draft)
-    if own is None or other is None:
-        return
-    ours, theirs = own.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        different = next((token for token in ours if ours[token] != theirs.get(token)), "more tokens")
-        raise InputError(
-            f"the draft {named} numbers tokens otherwise than the model (the first: {different!r}); its guesses would "
-            "mean other words; use a draft with the same tokenizer"
         )

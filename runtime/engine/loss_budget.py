@@ -2,7 +2,7 @@
 
 Counted in plain steps of the sequences that run, so that it means the same for any model. A step with guesses that took
 as long as 1.5 plain ones and brought 1.3 tokens for each sequence lost 0.2. What it gained comes back into the budget,
-but only up to a few steps: good times long ago are no reason to lose now. Nor does it owe more than some steps: one that
+but only up to a few steps: good times long ago are no reason to lose now. Nor does it owe more than some: a step that
 captured a graph takes as long as hundreds, but only once.
 """
 
