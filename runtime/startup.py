@@ -29,6 +29,7 @@ from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.drafters.draft_loop import DraftLoop
 from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
+from quantkit.runtime.drafters.published_heads import PublishedHeads
 from quantkit.runtime.drafters.setup import (
     check_draft_context,
     find_draft,
@@ -120,7 +121,7 @@ def build_engine(
     *,
     stages: Stages,
     draft: DraftModel | None = None,
-    heads: MedusaHeads | None = None,
+    heads: MedusaHeads | PublishedHeads | None = None,
     peers: PeerRanks | None = None,
     formats: Mapping[str, Format] | None = None,
     kv_choice: KvChoice | None = None,

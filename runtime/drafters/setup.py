@@ -15,6 +15,7 @@ from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.drafters.medusa import MedusaDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
 from quantkit.runtime.drafters.ngram import NgramDrafter
+from quantkit.runtime.drafters.published_heads import PublishedHeads, find_published, load_published
 from quantkit.runtime.drafters.self_draft import make_self_draft
 from quantkit.runtime.drafters.shared_tokens import UNKNOWN, Renumbered, match_tokens
 from quantkit.runtime.engine.speculation import Speculation
@@ -54,19 +55,22 @@ def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) 
     )
 
 
-def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | None:
-    """The heads that the options name, loaded; those of another model are refused."""
+def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | PublishedHeads | None:
+    """The heads that the options name, loaded, our own or published ones; those of another model are refused."""
     asked = options.speculation
     if asked is None or asked.kind != "medusa":
         return None
-    return load_heads(asked.what, Target.of(target), options.torch_device, options.torch_dtype(target.dtype))
+    published, device, dtype = find_published(asked.what), options.torch_device, options.torch_dtype(target.dtype)
+    if published is not None:
+        return load_published(published, Target.of(target), device, dtype)
+    return load_heads(asked.what, Target.of(target), device, dtype)
 
 
 def make_speculation(
     options: EngineOptions,
     draft: DraftModel | None,
     make_drafter: MakeDrafter,
-    heads: MedusaHeads | None,
+    heads: MedusaHeads | PublishedHeads | None,
     runner: Runner,
 ) -> Speculation:
     """For an engine whose memory is planned; `make_drafter` gives a draft model its cache."""
