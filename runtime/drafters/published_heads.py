@@ -2,7 +2,7 @@
 
     x   = h                               the state that the lm head reads; the token chosen from it is not looked at
     x   = x + silu(W x + b)               for every layer
-    head i's logits for the token i + 1 behind the chosen one: an output layer of its own, or one for all, or the model's
+    head i's logits, for the token i + 1 behind the chosen one: by its own output layer, one for all, or the model's
 
 Two layouts are read, both from safetensors:
 
@@ -20,6 +20,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -71,9 +72,8 @@ class PublishedHeads(nn.Module):
         x = self.hidden(h)
         if self.outputs:
             outputs = self.outputs if len(self.outputs) > 1 else self.outputs * self.count
-            best = torch.stack(
-                [(one @ output.T).topk(ranks, dim=-1).indices for one, output in zip(x, outputs, strict=True)]
-            )
+            logits = (one @ output.T for one, output in zip(x, outputs, strict=True))
+            best = torch.stack([each.topk(ranks, dim=-1).indices for each in logits])
             return best if self.token_map is None else self.token_map[best]
         logits = decoder.logits(x.flatten(0, 1))
         return logits.topk(ranks, dim=-1).indices.view(*x.shape[:2], ranks)
@@ -84,12 +84,13 @@ def find_published(named: str | Path) -> Path | None:
     folder = Path(named)
     if (folder / FACTS).exists():
         return None
-    found = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    names = FILES if _config(folder).get("model_type") == "medusa" else FILES[:1]  # else these are a model's weights
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None and (folder / PICKLE).is_file():
         raise StorageError(
             f"{folder / PICKLE} is a pickle, which can run any code when it is opened; convert it where you trust it: "
-            f'python -c "import torch; from safetensors.torch import save_file; save_file({{k: v.contiguous() for k, v '
-            f"in torch.load('{PICKLE}', weights_only=True, map_location='cpu').items()}}, '{FILES[0]}')\""
+            'python -c "import torch; from safetensors.torch import save_file; save_file({name: one.contiguous() '
+            f"for name, one in torch.load('{PICKLE}', weights_only=True, map_location='cpu').items()}}, '{FILES[0]}')\""
         )
     return found
 
@@ -99,7 +100,7 @@ def load_published(file: Path, target: Target, device: str | torch.device, dtype
         given = {_PREFIXES.sub("", name): tensor for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise StorageError(f"{file} is damaged ({error}); download it again") from error
-    config = read_json(file.parent / "config.json", "published heads bring one; download the whole folder")
+    config = _config(file.parent)
     read = _Reader(file, given, target)
     layers, heads = read.sizes(
         config.get("medusa_num_layers", config.get("num_hidden_layers")),
@@ -119,6 +120,11 @@ def load_published(file: Path, target: Target, device: str | torch.device, dtype
         tuple(output.to(device, dtype) for output in outputs),
         None if token_map is None else token_map.to(device, torch.int64),
     ).eval()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return read_json(file, "download the whole folder again") if file.is_file() else {}
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,8 @@ class _Reader:
             shape = [hidden, hidden] if kind == "weight" else [hidden]
             if list(tensor.shape) != shape:
                 raise InputError(
-                    f"layer {layer} of medusa head {head} in {self.file} has a {kind} of shape {list(tensor.shape)}, the "
-                    f"model needs {shape}; the heads belong to another model"
+                    f"layer {layer} of medusa head {head} in {self.file} has a {kind} of shape {list(tensor.shape)}, "
+                    f"the model needs {shape}; the heads belong to another model"
                 )
             self._check_finite(f"layer {layer} of head {head}", tensor)
         return found
