@@ -85,8 +85,8 @@ class Policy:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether a drafter should read prompts as they come: unless guesses were found not to pay."""
-        return self._guessing or self._failed == 0 or not self._adaptive
+        """Whether a drafter should read prompts as they come: unless guesses were found not to pay, or could not."""
+        return self._guessing or not (self._failed or self._hopeless) or not self._adaptive
 
     def forget_everybody(self) -> None:
         """How guesses did, not what steps cost."""
@@ -95,6 +95,7 @@ class Policy:
         self._budget = LossBudget()
         self._guessing = False
         self._tried: set[int] = set()  # sequences that guesses were asked for since guessing began
+        self._hopeless = False  # not even the best guesses would pay
         self._failed = 0  # looks that found nothing, in a row
         self._undecided = False  # whether the last look ended because the budget did
         self._dearest = 0.0  # plain steps that were lost in one of its steps
@@ -129,7 +130,8 @@ class Policy:
             hope = [_Record(_HOPE, 1.0)] * count
             gain = self._best(count, hope)[1]
             asked, price = self._cheapest_look(answering)
-            if gain < _GAIN or max(price, self._dearest) > self._budget.left or not self._pays_back(answering, gain):
+            self._hopeless = gain < _GAIN
+            if self._hopeless or max(price, self._dearest) > self._budget.left or not self._pays_back(answering, gain):
                 return {}
             if not self._undecided:
                 self._records.clear()

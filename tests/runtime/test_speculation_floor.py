@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +12,8 @@ from simulated_gpu import BATCHES, CHANCES, H200_8B, H200_70B, H200_SMALL, Machi
 
 # Milliseconds of a step with so many guesses, of eval/results/speculative.csv: tokens_per_step over tokens_per_second.
 MEASURED = {(1, 0): 2.35, (1, 1): 3.5, (1, 2): 4.4, (1, 4): 5.6, (8, 0): 2.43, (8, 1): 3.8, (8, 2): 5.0, (8, 4): 7.4}
+
+SLOW_DRAFT = replace(H200_8B, name="a draft as large as the model", draft=H200_8B.step)
 
 
 @cache
@@ -56,9 +59,11 @@ def test_good_guesses_are_used() -> None:
         assert sum(found) / len(found) > least
 
 
-@pytest.mark.parametrize(("chance", "read"), [(0.9, True), (0.05, False)])
-def test_the_draft_reads_prompts_where_guesses_pay(chance: float, read: bool) -> None:
-    made = simulated_engine(H200_8B, 4)
+@pytest.mark.parametrize(
+    ("machine", "chance", "read"), [(H200_8B, 0.9, True), (H200_8B, 0.05, False), (SLOW_DRAFT, 0.9, False)]
+)
+def test_the_draft_reads_prompts_where_guesses_pay(machine: Machine, chance: float, read: bool) -> None:
+    made = simulated_engine(machine, 4)
     decode(made, 8, chance)
     before = made.part.read
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)

@@ -253,6 +253,19 @@ def test_estimates_between_what_is_known() -> None:
     assert Costs({(8, 1): 0.002}).estimate(128, 0) == pytest.approx(0.004)
 
 
+def test_what_a_step_takes_beside_its_parts_is_learned_from_similar_ones() -> None:
+    """Host and sampling are no part of any graph: one number of guesses tells of the others, one size of the next."""
+    costs = Costs({(8, 1): 0.002, (8, 2): 0.0021, (8, 5): 0.003}, {(8, 1): 0.0008, (8, 4): 0.0032})
+    for _ in range(2):
+        costs.observe(8, 0, 0.0024)
+    assert costs.estimate(8, 4) == pytest.approx(0.0024 + 0.001 + 0.0032)
+    assert not costs.has_guesses(8)
+    for _ in range(4):
+        costs.observe(8, 1, 0.0024 + 0.0001 + 0.0008 + 0.0005)
+    assert costs.has_guesses(8)
+    assert costs.estimate(8, 4) == pytest.approx(0.0024 + 0.001 + 0.0032 + 0.0005)
+
+
 # About what a step of 8 requests to an 8B model in W4 with a 1B draft takes on an H200, in milliseconds by guesses (0
 # and 4 were measured), and what a change costs.
 STEP = {0: 2.54, 1: 4.3, 2: 5.3, 3: 6.4, 4: 7.57}
