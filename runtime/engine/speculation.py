@@ -63,6 +63,7 @@ class Speculation:
         self._wanted: set[int] = set()  # sequences for which the policy wants guesses now
         self._asked: set[int] = set()  # of the steps in flight, those for which it did
         self._gone: list[int] = []  # sequences that ended since the drafter last heard of any
+        self._num_running = 0  # sequences, when the last step was planned
         self._ended = 0.0  # when the last step was seen
         self._last: set[int] = set()  # sequences in it
         self._coin: Callable[[], bool] | None = None  # for benchmarks
@@ -112,6 +113,7 @@ class Speculation:
         if self._drafter is None:
             return
         answering = [one for one in running if one.length - one.num_computed == 1 and not one.at_limit]
+        self._num_running = len(running)
         lengths = self._policy.lengths(answering)
         self._wanted = {number for number, most in lengths.items() if most > 0}
         if answering:
@@ -171,9 +173,10 @@ class Speculation:
             typical = settled if guesses else overlapped or not self._overlaps
             if typical:
                 self._policy.costs.observe(len(plan.scheduled), guesses, seconds)
-            plain = self._policy.costs.estimate(len(plan.scheduled), 0)
+            everybody = max(self._num_running, len(plan.scheduled))  # some may be in a step that is on its way
+            plain = self._policy.costs.estimate(everybody, 0)
             if plain is not None:
-                tokens = sum(len(outcome.tokens) for outcome in outcomes) / len(plan.scheduled)
+                tokens = sum(len(outcome.tokens) for outcome in outcomes) / everybody
                 plain_step = not guesses and typical
                 self._policy.account(seconds / plain, 0.0 if plain_step else seconds / plain - tokens)
                 self.saved_seconds += plain * tokens - seconds if guesses else 0.0
