@@ -72,3 +72,30 @@ def test_the_draft_reads_prompts_where_guesses_pay(machine: Machine, chance: flo
         made.engine.step()
     made.engine.drain()
     assert (made.part.read - before >= 512) == read
+
+
+def test_the_draft_reads_shared_pages_that_it_has_not_filled() -> None:
+    """A conversation whose beginning came while nobody guessed; the next one finds it read."""
+    made = simulated_engine(H200_8B, 2, sequences=1, context=512, share_prefixes=True)
+    made.engine.speculation.force_acceptance(0.5)
+    policy, params = made.engine.speculation._policy, SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+
+    def answer(prompt: list[int]) -> int:
+        before = made.part.read
+        made.engine.add(prompt, params, arrived=0.0)
+        while made.engine.unfinished:
+            made.engine.step()
+        made.engine.drain()
+        return made.part.read - before
+
+    prompt = [7, 8] * 100
+    policy._failed, policy._quiet = 1, 1000
+    assert answer(prompt) == 0
+    policy._adaptive = False  # everybody is guessed for
+    assert answer([*prompt, 9]) >= 192
+    assert answer([*prompt, 9, 9]) < 32
+    policy._adaptive = True
+    assert answer([5, 6] * 245) == 0  # takes all pages
+    assert answer(prompt) == 0
+    policy._adaptive = False
+    assert answer(prompt) >= 192

@@ -224,13 +224,20 @@ class Simulated:
 
 
 def simulated_engine(
-    machine: Machine, guesses: int, adaptive: bool = True, sequences: int = 128, context: int = 4096
+    machine: Machine,
+    guesses: int,
+    adaptive: bool = True,
+    sequences: int = 128,
+    context: int = 4096,
+    share_prefixes: bool = False,
 ) -> Simulated:
     gpu = Gpu(machine)
     part = SimulatedPart(gpu)
     pages = sequences * context // _PAGE + 1
     plan = MemoryPlan(0, 0, 0, 0, 0, _PAGE, pages, context)
-    options = EngineOptions(device="cpu", max_sequences=sequences, step_tokens=8192, overlap=True, share_prefixes=False)
+    options = EngineOptions(
+        device="cpu", max_sequences=sequences, step_tokens=8192, overlap=True, share_prefixes=share_prefixes
+    )
     config: Any = SimpleNamespace(vocab=100, eos=(1,))
     runner: Any = SimulatedRunner(gpu)
     speculation = Speculation()
