@@ -83,7 +83,7 @@ def make_speculation(
         most = min(asked.most, most_nodes(runner.decoder.config) - 1)
         guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, most)
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
-        policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
+        policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree), deepest=heads.tree.depth)
         return Speculation(guesser, policy, device=guesser, tree=guesser.tree, overlaps=options.overlaps)
     if draft is not None:
         drafter = make_drafter(draft)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import MOST_GUESSES
 from quantkit.runtime.device.decode_graphs import DRAFT_LENGTHS
 from quantkit.runtime.engine.loss_budget import MOST_SAVED, LossBudget
 from quantkit.runtime.engine.step_costs import Costs
@@ -69,10 +70,12 @@ class Policy:
         adaptive: bool = True,
         alike: bool = False,
         unread: Callable[[Sequence], int] = lambda sequence: 0,
+        deepest: int = MOST_GUESSES,
     ) -> None:
         """`alike`: all get the same number. So do nodes of a tree, whose worth does not fall as that of a chain, and
         steps that are CUDA graphs, which cost what the longest draft costs: shorter ones would save nothing. `unread`:
-        tokens of a sequence that the drafter must read before it guesses."""
+        tokens of a sequence that the drafter must read before it guesses. `deepest`: guesses that a step may accept,
+        where they are a tree."""
         self._alike = alike
         self.most = most
         self.costs = costs
@@ -80,6 +83,7 @@ class Policy:
         self.candidates = [*shorter, most]
         self._adaptive = adaptive
         self._unread = unread
+        self._deepest = deepest
         self._quiet = 0  # plain steps until costs are looked at again
         self.forget_everybody()
 
@@ -196,7 +200,9 @@ class Policy:
         for guesses in self.candidates:
             seconds = self.costs.estimate(sequences, guesses)
             assert seconds is not None
-            found = sum(_tokens(record, guesses) for record in records) / sequences * plain / seconds
+            found = (
+                sum(_tokens(record, min(guesses, self._deepest)) for record in records) / sequences * plain / seconds
+            )
             if found > gain:
                 best, gain = guesses, found
         return best, gain

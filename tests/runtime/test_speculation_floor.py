@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 
 from quantkit.runtime.core.sampling_params import SamplingParams
-from simulated_gpu import BATCHES, CHANCES, H200_8B, H200_70B, H200_SMALL, Machine, decode, simulated_engine
+from simulated_gpu import BATCHES, CHANCES, decode, simulated_engine
+from simulated_machines import H200_8B, H200_SMALL, MACHINES, Machine
 
 # Milliseconds of a step with so many guesses, of eval/results/speculative.csv: tokens_per_step over tokens_per_second.
 MEASURED = {(1, 0): 2.35, (1, 1): 3.5, (1, 2): 4.4, (1, 4): 5.6, (8, 0): 2.43, (8, 1): 3.8, (8, 2): 5.0, (8, 4): 7.4}
@@ -45,7 +46,7 @@ def test_guessing_costs_at_most_two_percent(machine: Machine, batch: int, chance
 @pytest.mark.long
 @pytest.mark.parametrize("chance", CHANCES)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("machine", [H200_8B, H200_SMALL, H200_70B], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_guessing_costs_at_most_two_percent_anywhere(machine: Machine, batch: int, chance: float) -> None:
     found = floor(machine, batch, chance, count=4)
     assert sum(found) / len(found) > 0.98

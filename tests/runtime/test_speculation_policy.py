@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -215,6 +216,13 @@ def test_every_sequence_has_its_own_length() -> None:
     lengths = policy.lengths(running)
     assert lengths[0] >= 4
     assert lengths[1] <= 2
+
+
+def test_a_tree_brings_no_more_than_its_depth() -> None:
+    """Twelve nodes that are three deep bring what three guesses in a row do, and cost more."""
+    for deepest, best in ((16, 12), (3, 3)):
+        policy = Policy(12, memory_bound(), alike=True, deepest=deepest)
+        assert policy._best(1, [replace(policy._record(sequences(1)[0]), right=0.99)])[0] == best
 
 
 def test_fixed_lengths() -> None:
