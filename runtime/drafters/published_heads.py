@@ -72,8 +72,8 @@ class PublishedHeads(nn.Module):
         x = self.hidden(h)
         if self.outputs:
             outputs = self.outputs if len(self.outputs) > 1 else self.outputs * self.count
-            logits = (one @ output.T for one, output in zip(x, outputs, strict=True))
-            best = torch.stack([each.topk(ranks, dim=-1).indices for each in logits])
+            own = (one @ output.T for one, output in zip(x, outputs, strict=True))
+            best = torch.stack([each.topk(ranks, dim=-1).indices for each in own])
             return best if self.token_map is None else self.token_map[best]
         logits = decoder.logits(x.flatten(0, 1))
         return logits.topk(ranks, dim=-1).indices.view(*x.shape[:2], ranks)
@@ -177,6 +177,7 @@ class _Reader:
         own = {
             int(match[1] or match[2]): tensor for name, tensor in self.given.items() if (match := _OUTPUT.match(name))
         }
+        found: tuple[Tensor, ...]
         if shared:
             one = self.given.get("lm_head.weight", own.get(0))
             found = () if one is None else (one,)

@@ -80,22 +80,26 @@ class Costs:
 
     def _expected(self, size: int, guesses: int) -> float | None:
         """Of a combination that was never run."""
-        walls = {size: _typical(found) for (size, guesses), found in self._measured.items() if guesses == 0}
-        device = {size * new: seconds for (size, new), seconds in self._graph_seconds.items()}
         if guesses == 0:
-            known = sorted((device | walls).items())
+            known = sorted((self._device() | self._walls()).items())
             return _between(known, size) if known else None
-        known = self._by_parts(size, guesses)
-        return None if known is None else known + self._beside(size, guesses)
+        parts = self._by_parts(size, guesses)
+        return None if parts is None else parts + self._beside(size, guesses)
+
+    def _walls(self) -> dict[int, float]:
+        """Seconds of plain steps, by their tokens."""
+        return {size: _typical(found) for (size, guesses), found in self._measured.items() if guesses == 0}
+
+    def _device(self) -> dict[int, float]:
+        """Seconds of graphs, by their tokens."""
+        return {size * new: seconds for (size, new), seconds in self._graph_seconds.items()}
 
     def _by_parts(self, size: int, guesses: int) -> float | None:
         """A step with guesses as the sum of what it is made of."""
         plain = self._estimate(size, 0)
         if plain is None:
             return None
-        walls = {size: _typical(found) for (size, guesses), found in self._measured.items() if guesses == 0}
-        device = {size * new: seconds for (size, new), seconds in self._graph_seconds.items()}
-        line = sorted((device or walls).items())
+        line = sorted((self._device() or self._walls()).items())
         more = _between(line, size * (1 + guesses)) - _between(line, size)
         return plain + max(0.0, more) + self._draft(size, guesses, plain)
 
@@ -109,10 +113,8 @@ class Costs:
         return 0.0 if parts is None else max(0.0, _typical(self._measured[key]) - parts)
 
     def reading(self, tokens: int) -> float:
-        """Seconds for what a draft must read before it guesses, by those of a guess; 0 where none was measured."""
-        if not tokens or not self._draft_seconds:
-            return 0.0
-        return self._draft(1, 1, 0.0) * (1 + tokens / _READ)
+        """Seconds for what a draft must read before it guesses, by those of a guess."""
+        return self._draft(1, 1, self.estimate(1, 0) or 0.0) * (1 + tokens / _READ) if tokens else 0.0
 
     def _draft(self, sequences: int, guesses: int, plain: float) -> float:
         each = sorted({size: seconds / count for (size, count), seconds in sorted(self._draft_seconds.items())}.items())
