@@ -182,7 +182,7 @@ class DraftLoop:
                 )
             logits = self._decoder.logits(hidden)
             if self._unknown is not None:
-                logits = logits.index_fill(1, self._unknown, float("-inf"))
+                logits.index_fill_(1, self._unknown, float("-inf"))
             if settings is None or kept is None:
                 tokens, _ = self._ops.greedy(logits)
             else:
