@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from quantkit.runtime.core.sequence import Sequence
 from quantkit.runtime.core.step_plan import MOST_GUESSES
 from quantkit.runtime.device.decode_graphs import DRAFT_LENGTHS
-from quantkit.runtime.engine.loss_budget import MOST_SAVED, LossBudget
+from quantkit.runtime.engine.loss_budget import MOST_GAINED, LossBudget
 from quantkit.runtime.engine.step_costs import Costs
 
 _GAIN = 1.02  # that guessing must promise before it begins; less is noise
@@ -142,6 +142,7 @@ class Policy:
                 self._everybody = _Record()
             answering, best = asked, self._best(count, [self._everybody] * count)[0]
             self._dearest = 0.0
+            self._budget.begin_look(price)
         self._guessing = True
         self._tried = {sequence.id for sequence in answering}
         return {sequence.id: best for sequence in answering}
@@ -151,7 +152,7 @@ class Policy:
         seen = [one for one in answering if one.id in self._tried or self._unread(one) <= _TESTS]
         records = [self._record(sequence) for sequence in answering]
         best, gain = self._best(count, records)
-        lasts = self._budget.left > 0
+        lasts = self._budget.lasts
         sure = self.costs.has_guesses(count) or self._budget.left > -_DOUBT
         pays = gain > 1 if lasts else gain >= _GAIN and sure
         if len(seen) < count and pays and self._pays_for_all(answering):
@@ -177,7 +178,7 @@ class Policy:
         """A step took as long as so many plain ones, of which so many were lost to guessing."""
         self._budget.passed(steps)
         self._budget.spend(lost)
-        self._dearest = max(self._dearest, min(lost, MOST_SAVED))
+        self._dearest = max(self._dearest, min(lost, MOST_GAINED))
 
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.id, None)

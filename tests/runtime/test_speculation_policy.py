@@ -274,6 +274,29 @@ def test_what_a_step_takes_beside_its_parts_is_learned_from_similar_ones() -> No
     assert costs.estimate(8, 4) == pytest.approx(0.0024 + 0.001 + 0.0032 + 0.0005)
 
 
+def test_time_saves_for_a_look_at_a_long_prompt() -> None:
+    """Reading it costs 20 plain steps, which one percent of 2,000 pays for; and then no more is lost than its price."""
+    costs = Costs({(1, 1): 0.002, (1, 2): 0.0021}, {(1, 1): 0.0002})
+    for _ in range(2):
+        costs.observe(1, 0, 0.002)
+        costs.observe(1, 1, 0.0033)
+    policy = Policy(4, costs, unread=lambda sequence: 20_000)
+    one = Sequence(0, [1], SamplingParams(), 0.0, 0, 100_000)
+    steps = 0
+    while not policy.lengths([one]):
+        account(policy, 1, 0, 1)
+        steps += 1
+    assert 1800 < steps < 2500
+    lost = 0.0
+    policy.account(20.0, 20.0)
+    while policy.lengths([one]):
+        policy.see(one, 1, steps % 2)  # neither good nor bad
+        account(policy, 1, 1, 1 + steps % 2)
+        lost += 0.65 - steps % 2
+        steps += 1
+    assert lost < 5
+
+
 # About what a step of 8 requests to an 8B model in W4 with a 1B draft takes on an H200, in milliseconds by guesses (0
 # and 4 were measured), and what a change costs.
 STEP = {0: 2.54, 1: 4.3, 2: 5.3, 3: 6.4, 4: 7.57}
