@@ -2,9 +2,9 @@
 
 Counted in plain steps of the sequences that run, so that it means the same for any model. A step with guesses that took
 as long as 1.5 plain ones and brought 1.3 tokens for each sequence lost 0.2. What it gained comes back into the budget,
-but only up to a few steps: good times long ago are no reason to lose now. What time has saved may be more, as a look at
-a long prompt is dear; a single look never spends much more than its price. Nor does the budget owe more than some steps:
-one that captured a graph takes as long as hundreds, but only once.
+but only up to a few steps: good times long ago are no reason to lose now. What time has saved may be more, as a look
+at a long prompt is dear; a single look never spends much more than its price. Nor does the budget owe more than some
+steps: one that captured a graph takes as long as hundreds, but only once.
 """
 
 from __future__ import annotations
