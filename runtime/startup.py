@@ -30,6 +30,7 @@ from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.drafters.draft_loop import DraftLoop
 from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
+from quantkit.runtime.drafters.published_heads import PublishedHeads
 from quantkit.runtime.drafters.setup import (
     check_draft_context,
     find_draft,
@@ -121,7 +122,7 @@ def build_engine(
     *,
     stages: Stages,
     draft: DraftModel | None = None,
-    heads: MedusaHeads | None = None,
+    heads: MedusaHeads | PublishedHeads | None = None,
     peers: PeerRanks | None = None,
     formats: Mapping[str, Format] | None = None,
     kv_choice: KvChoice | None = None,
@@ -169,7 +170,13 @@ def build_engine(
             rows, graphs = runner.device_rows.alone(), runner.graphs
             assert options.speculation is not None
             loop = DraftLoop(
-                decoder, cache, ops_for(device, dtype), rows, most=options.speculation.most, graphs=graphs is not None
+                decoder,
+                cache,
+                ops_for(device, dtype),
+                rows,
+                most=options.speculation.most,
+                graphs=graphs is not None,
+                unknown=model.unknown,
             )
             prompts = None if graphs is None else PromptGraphs(decoder, cache, rows, graphs.pool)
             part = ModelPart(decoder, cache, rows, prompt_graphs=prompts)

@@ -59,13 +59,21 @@ class _Key:
 
 class DraftLoop:
     def __init__(
-        self, decoder: Decoder, cache: KvCache, ops: Ops, device_rows: DeviceRows, most: int, graphs: bool
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        ops: Ops,
+        device_rows: DeviceRows,
+        most: int,
+        graphs: bool,
+        unknown: tuple[int, ...] = (),
     ) -> None:
-        """For up to `most` guesses."""
+        """For up to `most` guesses, none of which is an `unknown` token."""
         self._decoder = decoder
         self._cache = cache
         self._ops = ops
         self._device_rows = device_rows
+        self._unknown = torch.tensor(unknown, device=device_rows.device) if unknown else None
         self.sizes = graph_sizes(min(device_rows.num_rows, MOST_SEQUENCES)) if graphs else []
         sequences = self.sizes[-1] if graphs else 0
         self._numbers = torch.zeros(_NUMBERS * (sequences + 1), dtype=torch.int64, device=device_rows.device)
@@ -173,6 +181,8 @@ class DraftLoop:
                     self._batch(tokens[:, None], at, table, kv_slots, steps, 1), self._cache
                 )
             logits = self._decoder.logits(hidden)
+            if self._unknown is not None:
+                logits.index_fill_(1, self._unknown, float("-inf"))
             if settings is None or kept is None:
                 tokens, _ = self._ops.greedy(logits)
             else:

@@ -2,8 +2,10 @@
 
 Its cache has as many pages as the target's, with the same numbers: a sequence's page table serves both, and pages that
 sequences share are shared in both. Before a step, the draft reads what it does not know yet, then guesses token by
-token (`draft_loop.py`). The guesses stay on the device, where the target's step finds them. A page that the draft never
-filled costs guesses, never answers.
+token (`draft_loop.py`). The guesses stay on the device, where the target's step finds them.
+
+While nobody guesses, the draft reads nothing, so it must know which pages it has filled with what they hold now: a
+sequence that begins with pages of another reads those that the draft missed.
 
 Where steps overlap, the guesses for the next step are queued behind the step that is on its way: the device knows what
 it accepted, and the host has pages ready for whatever that is. While the draft guesses, the host looks at the tokens
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -43,6 +46,7 @@ class DraftModel:
     config: ModelConfig
     load: Callable[[Weights, str], Weights]  # given the target's, and the `kv_dtype` of both
     size: int  # bytes of its weights
+    unknown: tuple[int, ...] = ()  # tokens of the target that it does not have (`shared_tokens.py`)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class ModelDrafter:
         self._maker = InputMaker(part.cache.page_size)
         self.loop = loop
         self._read: dict[int, tuple[int, int]] = {}  # sequence -> tokens in the draft's cache, and which stay that was
+        self._filled: set[int] = set()  # full pages, whose tokens the draft has read
 
     def capture(self, sequences: int, guesses: int) -> None:
         """The graphs that guesses for so many sequences need."""
@@ -74,6 +79,10 @@ class ModelDrafter:
         if self.loop.sizes and sequences <= self.loop.sizes[-1]:
             for drawn in (False, True):
                 self.loop.prepare(sequences, guesses, drawn)
+
+    def unread(self, sequence: Sequence) -> int:
+        """Tokens to be read before a first guess; the loop itself reads the last two."""
+        return max(0, len(sequence.tokens) - 2 - self._num_read(sequence))
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Room for so many; `complete` fills it when the sequence has its pages."""
@@ -90,9 +99,8 @@ class ModelDrafter:
         """Reads what sequences that speculate compute in this step, and guesses for those that have a draft and no
         guesses yet."""
         self._part.move(PageMoves(copies=plan.copies))
-        back = {sequence.id for sequence, _ in plan.swap_in}
-        speculating = [work for work in plan.scheduled if work.sequence.speculates]
-        chunks = [self._unread(work, work.sequence.id in back) for work in speculating]
+        self._forget_pages(plan)
+        chunks = [self._unread(work) for work in plan.scheduled if work.sequence.speculates]
         for reading in _readings([chunk for chunk in chunks if chunk is not None]):
             self._part.run(self._maker.make(reading))
         drafted = [work for work in plan.scheduled if work.draft]
@@ -142,6 +150,7 @@ class ModelDrafter:
             known = work.start + work.num_tokens - len(work.draft) + outcome.num_accepted
             read, stay = self._read.get(sequence.id, (0, 0))
             self._read[sequence.id] = min(read, known), stay
+            self._note_pages(sequence, read - work.num_tokens, min(read, known))
             queued = self._queued.pop(sequence.id, None)
             if queued is not None:
                 self._ready[sequence.id] = replace(queued, known=known + 1)
@@ -158,22 +167,44 @@ class ModelDrafter:
         self._read[sequence.id] = known - 1 + len(work.draft), sequence.num_preemptions
         return True
 
-    def _unread(self, work: Scheduled, back: bool) -> tuple[Sequence, int, int] | None:
+    def _unread(self, work: Scheduled) -> tuple[Sequence, int, int] | None:
         """Positions that must be read before anything is guessed; the loop itself reads the last two known tokens.
 
-        A sequence that is back from host memory left the draft's pages behind. An answer for which nothing is guessed
-        now is read when something is, and often never: it may be at its end.
+        An answer for which nothing is guessed now is read when something is, and often never: it may be at its end.
         """
         sequence, known = work.sequence, work.start + work.num_tokens - len(work.draft)
-        read, stay = self._read.get(sequence.id, (sequence.num_reused, sequence.num_preemptions))
-        if stay != sequence.num_preemptions:  # its pages are others now
-            read = 0 if back else work.start
+        start = min(self._num_read(sequence), work.start)
         if work.num_tokens == 1 and work.samples:
-            self._read[sequence.id] = min(read, work.start), sequence.num_preemptions
+            self._read[sequence.id] = start, sequence.num_preemptions
             return None
-        start, end = min(read, work.start), known - 2 if work.draft else known
+        end = known - 2 if work.draft else known
         self._read[sequence.id] = known, sequence.num_preemptions
+        self._note_pages(sequence, start, end)
         return (sequence, start, end) if start < end else None
+
+    def _num_read(self, sequence: Sequence) -> int:
+        """Tokens at its beginning that the draft knows; where it is new, or came back, those of pages it has filled."""
+        read, stay = self._read.get(sequence.id, (0, -1))
+        if stay == sequence.num_preemptions:
+            return read
+        held = takewhile(self._filled.__contains__, sequence.pages)
+        return sum(1 for _ in held) * self._part.cache.page_size
+
+    def _note_pages(self, sequence: Sequence, start: int, end: int) -> None:
+        """The draft has read the tokens from `start` to `end`, and all before them."""
+        size = self._part.cache.page_size
+        self._filled.update(sequence.pages[max(0, start) // size : end // size])
+
+    def _forget_pages(self, plan: StepPlan) -> None:
+        """Those that hold other tokens now: the target begins them in this step, copies them, or had them away."""
+        size = self._part.cache.page_size
+        for work in plan.scheduled:
+            if work.num_tokens > 1 or work.start % size == 0:
+                first, last = -(-work.start // size), -(-(work.start + work.num_tokens) // size)
+                self._filled.difference_update(work.sequence.pages[first:last])
+        for _, pages in plan.swap_in:
+            self._filled.difference_update(pages)
+        self._filled.difference_update(copied for _, copied in plan.copies)
 
     def _guess_ahead(self, scheduled: list[Scheduled]) -> tuple[dict[int, tuple[int, ...]], dict[int, Tensor]]:
         """What `StepPlan.with_guesses` takes."""

@@ -17,11 +17,14 @@ from quantkit.runtime.core.step_plan import StepPlan, guess_in_row
 from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
+from quantkit.runtime.drafters.published_heads import PublishedHeads
 from quantkit.runtime.model.decoder import AnyDecoder
 
 
 class MedusaDrafter:
-    def __init__(self, heads: MedusaHeads, decoder: AnyDecoder, device_rows: DeviceRows, most: int) -> None:
+    def __init__(
+        self, heads: MedusaHeads | PublishedHeads, decoder: AnyDecoder, device_rows: DeviceRows, most: int
+    ) -> None:
         """The first `most` nodes of the heads' tree; it is a chain where the model's attention has windows."""
         self._heads = heads
         self._decoder = decoder
@@ -57,7 +60,7 @@ class MedusaDrafter:
             return plan
         lasts = [work.sequence.tokens[work.start + work.num_tokens - len(work.draft) - 1] for work in drafted]
         rows, tokens = self._device_rows.to_device([*(work.sequence.row for work in drafted), *lasts]).chunk(2)
-        best = self._best_tokens(self._hidden[rows], tokens)
+        best = self._heads.best_tokens(self._hidden[rows], tokens, self._decoder, self._ranks)
         trees = plan.has_trees
         guesses = self._tree(best) if trees else self._chain(best)
         self._device_rows.tokens[rows, 1 : 1 + guesses.shape[1]] = guesses
@@ -68,12 +71,6 @@ class MedusaDrafter:
                 found[work.sequence.id] = tuple(padded[: len(work.draft)])
             return plan.with_guesses(found, {})
         return plan
-
-    def _best_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Of every head, the most probable first: [heads, rows, ranks]."""
-        ahead = self._heads.hidden(hidden, self._decoder.embeddings(tokens))
-        logits = self._decoder.logits(ahead.flatten(0, 1)).view(*ahead.shape[:2], -1)
-        return logits.topk(self._ranks, dim=-1).indices
 
     def _tree(self, best: Tensor) -> Tensor:
         return best[self._nodes[:, 0], :, self._nodes[:, 1]].T

@@ -29,6 +29,7 @@ from torch.nn import functional
 from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.errors import InputError, StorageError
 from quantkit.runtime.drafters.medusa_tree import Tree, chain
+from quantkit.runtime.model.decoder import AnyDecoder
 from quantkit.sources import bundled_folder
 from quantkit.storage import replacing, storage_errors
 
@@ -93,6 +94,12 @@ class MedusaHeads(nn.Module):
         for weight in self.blocks[1:]:
             x = x + functional.silu(x @ weight.transpose(1, 2))
         return scale * x
+
+    def best_tokens(self, h: Tensor, tokens: Tensor, decoder: AnyDecoder, ranks: int) -> Tensor:
+        """Of every head, the most probable first: [heads, rows, ranks], where `tokens` were chosen from states `h`."""
+        ahead = self.hidden(h, decoder.embeddings(tokens))
+        logits = decoder.logits(ahead.flatten(0, 1)).view(*ahead.shape[:2], -1)
+        return logits.topk(ranks, dim=-1).indices
 
     def forward(self, h: Tensor, token: Tensor) -> Tensor:
         return self.hidden(h, token)

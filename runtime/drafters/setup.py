@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
@@ -15,13 +15,14 @@ from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.drafters.medusa import MedusaDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
 from quantkit.runtime.drafters.ngram import NgramDrafter
+from quantkit.runtime.drafters.published_heads import PublishedHeads, find_published, load_published
 from quantkit.runtime.drafters.self_draft import make_self_draft
+from quantkit.runtime.drafters.shared_tokens import UNKNOWN, Renumbered, match_tokens
 from quantkit.runtime.engine.speculation import Speculation
 from quantkit.runtime.engine.speculation_policy import Policy
 from quantkit.runtime.engine.step_costs import Costs
 from quantkit.runtime.model.config import ModelConfig, read_model_config
 from quantkit.runtime.model.loading import load_weights
-from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.sources import model_folder
 
 _TREE_ROWS = 64  # of a tree in attention, new tokens times query heads of a KV head (`kernels/attention/decode.py`)
@@ -42,32 +43,34 @@ def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) 
         return None
     checkpoint = Checkpoint(model_folder(asked.what))
     draft = read_model_config(checkpoint.config)
-    if draft.vocab != config.vocab:
-        raise InputError(
-            f"the draft {asked.what} has {draft.vocab} tokens, the model {config.vocab}; a draft needs the same tokens"
-        )
-    _check_tokenizers(target.folder, checkpoint.folder, asked.what)
+    numbers = match_tokens(target.folder, config.vocab, checkpoint.folder, draft.vocab, asked.what)
+    if numbers is not None:
+        checkpoint, draft = Renumbered(checkpoint, numbers), replace(draft, vocab=config.vocab)
     return DraftModel(
         raw=checkpoint.config,
         config=draft,
         load=lambda whole, kv_dtype: load_weights(checkpoint, draft, dtype, options.torch_device, kv_dtype=kv_dtype),
         size=weight_bytes(checkpoint, dtype),
+        unknown=tuple(number for number, row in enumerate(numbers or ()) if row == UNKNOWN),
     )
 
 
-def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | None:
-    """The heads that the options name, loaded; those of another model are refused."""
+def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | PublishedHeads | None:
+    """The heads that the options name, loaded, our own or published ones; those of another model are refused."""
     asked = options.speculation
     if asked is None or asked.kind != "medusa":
         return None
-    return load_heads(asked.what, Target.of(target), options.torch_device, options.torch_dtype(target.dtype))
+    published, device, dtype = find_published(asked.what), options.torch_device, options.torch_dtype(target.dtype)
+    if published is not None:
+        return load_published(published, Target.of(target), device, dtype)
+    return load_heads(asked.what, Target.of(target), device, dtype)
 
 
 def make_speculation(
     options: EngineOptions,
     draft: DraftModel | None,
     make_drafter: MakeDrafter,
-    heads: MedusaHeads | None,
+    heads: MedusaHeads | PublishedHeads | None,
     runner: Runner,
 ) -> Speculation:
     """For an engine whose memory is planned; `make_drafter` gives a draft model its cache."""
@@ -80,12 +83,12 @@ def make_speculation(
         most = min(asked.most, most_nodes(runner.decoder.config) - 1)
         guesser = MedusaDrafter(heads, runner.decoder, runner.device_rows, most)
         costs = Costs(seconds, draft_share=_HEADS_SHARE)
-        policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree))
+        policy = Policy(guesser.most, costs, asked.adaptive, alike=bool(guesser.tree), deepest=heads.tree.depth)
         return Speculation(guesser, policy, device=guesser, tree=guesser.tree, overlaps=options.overlaps)
     if draft is not None:
         drafter = make_drafter(draft)
         costs = Costs(seconds, drafter.loop.seconds)
-        policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None)
+        policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None, unread=drafter.unread)
         early = drafter if options.overlaps else None
         return Speculation(
             drafter, policy, device=drafter, early=early, capture=drafter.capture, overlaps=options.overlaps
@@ -107,18 +110,4 @@ def check_draft_context(draft: DraftModel | None, max_context: int) -> None:
         raise InputError(
             f"the draft was made for {draft.config.max_positions} positions, but contexts go up to {max_context}; "
             f"use --max-context {draft.config.max_positions}, or another draft"
-        )
-
-
-def _check_tokenizers(target: Path, draft: Path, named: str) -> None:
-    """Where both folders have one: every token must have the same number."""
-    own, other = load_tokenizer(target), load_tokenizer(draft)
-    if own is None or other is None:
-        return
-    ours, theirs = own.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        different = next((token for token in ours if ours[token] != theirs.get(token)), "more tokens")
-        raise InputError(
-            f"the draft {named} numbers tokens otherwise than the model (the first: {different!r}); its guesses would "
-            "mean other words; use a draft with the same tokenizer"
         )

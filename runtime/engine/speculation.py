@@ -44,16 +44,18 @@ class Speculation:
         tree: tuple[int, ...] = (),
         capture: Callable[[int, int], None] | None = None,
         overlaps: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`device` and `early` are the drafter again, where it can do that. `tree` has the parents of its guesses where
         they are one (`Scheduled`). `capture` makes what its guesses for so many sequences, so many each, wait for at
-        first. `overlaps`: plain steps are launched before the one in front has ended."""
+        first. `overlaps`: plain steps are launched before the one in front has ended. `clock`: seconds."""
         self._drafter = drafter
         self._device = device
         self._early = early
         self._tree = tree
         self._capture = capture
         self._overlaps = overlaps
+        self._clock = clock
         self._policy = policy or Policy(0, Costs())
         self._active = drafter is not None  # whether guesses pay now
         self._begun: deque[tuple[float, bool, bool]] = deque()  # steps in flight: `begin`
@@ -61,6 +63,7 @@ class Speculation:
         self._wanted: set[int] = set()  # sequences for which the policy wants guesses now
         self._asked: set[int] = set()  # of the steps in flight, those for which it did
         self._gone: list[int] = []  # sequences that ended since the drafter last heard of any
+        self._num_running = 0  # sequences, when the last step was planned
         self._ended = 0.0  # when the last step was seen
         self._last: set[int] = set()  # sequences in it
         self._coin: Callable[[], bool] | None = None  # for benchmarks
@@ -103,13 +106,14 @@ class Speculation:
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that is new; its prompt is read with guesses in mind."""
-        sequence.speculates = self.on
+        sequence.speculates = self.on and self._policy.reads_prompts
 
     def propose(self, running: list[Sequence]) -> None:
         """Drafts for all that wait for their next token only."""
         if self._drafter is None:
             return
         answering = [one for one in running if one.length - one.num_computed == 1 and not one.at_limit]
+        self._num_running = len(running)
         lengths = self._policy.lengths(answering)
         self._wanted = {number for number, most in lengths.items() if most > 0}
         if answering:
@@ -131,7 +135,7 @@ class Speculation:
             return plan
         # Somebody who was in the last step did not end, so the engine was never idle: what the host did counts too.
         goes_on = any(work.sequence.id in self._last for work in plan.scheduled)
-        began = self._ended if goes_on else time.perf_counter()
+        began = self._ended if goes_on else self._clock()
         # First guesses after plain steps take longer: a draft model has tokens to read, and no guess is there early.
         self._begun.append((began, bool(self._begun), self._active == self._was_active))
         self._was_active = self._active
@@ -152,7 +156,7 @@ class Speculation:
         """The results of a step are there; its tokens are not known yet."""
         if self._drafter is None:
             return
-        now = time.perf_counter()
+        now = self._clock()
         begun, overlapped, settled = self._begun.popleft()
         seconds = now - max(begun, self._ended)
         self._ended, plan = now, launched.plan
@@ -169,10 +173,13 @@ class Speculation:
             typical = settled if guesses else overlapped or not self._overlaps
             if typical:
                 self._policy.costs.observe(len(plan.scheduled), guesses, seconds)
-            plain = self._policy.costs.estimate(len(plan.scheduled), 0)
-            if guesses and plain is not None:
-                tokens = sum(len(outcome.tokens) for outcome in outcomes)
-                self.saved_seconds += plain * tokens / len(plan.scheduled) - seconds
+            everybody = max(self._num_running, len(plan.scheduled))  # some may be in a step that is on its way
+            plain = self._policy.costs.estimate(everybody, 0)
+            if plain is not None:
+                tokens = sum(len(outcome.tokens) for outcome in outcomes) / everybody
+                plain_step = not guesses and typical
+                self._policy.account(seconds / plain, 0.0 if plain_step else seconds / plain - tokens)
+                self.saved_seconds += plain * tokens - seconds if guesses else 0.0
 
     def drop_steps(self, in_flight: int) -> None:
         """A step failed: so many are on their way now."""

@@ -4,35 +4,49 @@ Of k guesses that are each right with probability a, a step brings 1 + a + ... +
 compared by tokens in a second for the sequences that run now; `step_costs.py` knows what they cost, and every sequence
 knows how good its guesses were lately. A sequence whose next guess brings less than the row costs gets a shorter draft.
 
-With many sequences a step is bound by arithmetic, and guesses cost as much as tokens: then nobody speculates, and steps
-overlap as they do without speculation.
+Nobody knows whether guesses are right before some were made, and guesses that are wrong cost time. So there are plain
+times and times with guesses, and a budget (`loss_budget.py`) between them:
+
+    plain     steps overlap as they do without speculation. It ends when what is known says that guesses pay, or when
+              the budget holds what a look costs and the best guesses would pay. Such looks become rare where they find
+              nothing.
+    guessing  as many as pay by what was seen. While little was seen, and the budget lasts, it goes on where a little
+              luck would make it pay. It ends when nothing speaks for it any longer.
+
+What a draft model has to read before its first guess belongs to the price: a look asks as few sequences as make it
+cheapest, and the others follow when that pays back while they last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.step_plan import MOST_GUESSES
 from quantkit.runtime.device.decode_graphs import DRAFT_LENGTHS
+from quantkit.runtime.engine.loss_budget import MOST_GAINED, LossBudget
 from quantkit.runtime.engine.step_costs import Costs
 
-_GAIN = 1.02  # that guessing must promise; less is noise
-_PROBE = 128  # plain steps, at least, after which guesses are tried again, where they could pay
-_LONGEST_PAUSE = 1024
-_PRICE = 0.01  # of the time, at most, that such trials take
-_TRIED = 3  # drafts of a sequence that are then verified
-_SAMPLE = 8  # sequences that are tried: a draft model must read all that each of them said meanwhile
+_GAIN = 1.02  # that guessing must promise before it begins; less is noise
+_PAUSE = 128  # plain steps, at least, from a look that found nothing to the next
+_LONGEST_PAUSE = 2048
+_SWITCH = 0.3  # plain steps that are lost where guessing begins: the host's work, which overlapped before
+_TESTS = 8  # guesses that a look should see
+_HORIZON = 128  # steps in which what a draft reads must pay back
 _LOOK = 8  # plain steps from one look at the costs to the next
-_HOPE = 0.9  # the acceptance with which they could
-_FADING = 0.95  # per step: what happened 60 steps ago counts one twentieth
+_HOPE = 0.9  # the acceptance with which guesses could pay
+_DOUBT = 1.0  # plain steps that may be owed where nobody knows yet what steps with guesses take
+_LUCK = 0.5  # of that, what a single test leaves open
+_FADING = 0.97  # per step: what happened 100 steps ago counts one twentieth
 
 
 @dataclass(frozen=True)
 class _Record:
-    """How guesses did, the latest counting most. It begins with what others saw."""
+    """How guesses did, the latest counting most. It begins with little: half right of a single one."""
 
-    right: float = 1.4
-    tested: float = 2.0
+    right: float = 0.5
+    tested: float = 1.0
     offered: float = 1.0  # share of steps for which there was a guess
 
     @property
@@ -49,20 +63,47 @@ class _Record:
 
 
 class Policy:
-    def __init__(self, most: int, costs: Costs, adaptive: bool = True, alike: bool = False) -> None:
+    def __init__(
+        self,
+        most: int,
+        costs: Costs,
+        adaptive: bool = True,
+        alike: bool = False,
+        unread: Callable[[Sequence], int] = lambda sequence: 0,
+        deepest: int = MOST_GUESSES,
+    ) -> None:
         """`alike`: all get the same number. So do nodes of a tree, whose worth does not fall as that of a chain, and
-        steps that are CUDA graphs, which cost what the longest draft costs: shorter ones would save nothing."""
+        steps that are CUDA graphs, which cost what the longest draft costs: shorter ones would save nothing. `unread`:
+        tokens of a sequence that the drafter must read before it guesses. `deepest`: guesses that a step may accept,
+        where they are a tree."""
         self._alike = alike
         self.most = most
         self.costs = costs
         shorter = [length for length in DRAFT_LENGTHS if length < most] if adaptive else []
         self.candidates = [*shorter, most]
         self._adaptive = adaptive
-        self._everybody = _Record()
+        self._unread = unread
+        self._deepest = deepest
+        self._quiet = 0  # plain steps until costs are looked at again
+        self.forget_everybody()
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a drafter should read prompts as they come: unless guesses were found not to pay, or could not."""
+        return self._guessing or not (self._failed or self._hopeless) or not self._adaptive
+
+    def forget_everybody(self) -> None:
+        """How guesses did, not what steps cost."""
         self._records: dict[int, _Record] = {}
-        self._plain_steps = 0
-        self._quiet = 0  # of these, until costs are looked at again
-        self._to_try = 0  # drafts, though they did not pay lately
+        self._everybody = _Record()
+        self._budget = LossBudget()
+        self._guessing = False
+        self._tried: set[int] = set()  # sequences that guesses were asked for since guessing began
+        self._hopeless = False  # not even the best guesses would pay
+        self._failed = 0  # looks that found nothing, in a row
+        self._undecided = False  # whether the last look ended because the budget did
+        self._dearest = 0.0  # plain steps that were lost in one of its steps
+        self._plain_steps = 0  # since the last
 
     def lengths(self, answering: list[Sequence]) -> dict[int, int]:
         """Guesses for each sequence of a step, by its id; empty where nobody should guess."""
@@ -70,67 +111,134 @@ class Policy:
             return {}
         if not self._adaptive:
             return {sequence.id: self.most for sequence in answering}
-        if self._quiet and self._to_try == 0:
+        if self._quiet:
             self._quiet -= 1
             self._plain_steps += 1
             return {}
-        records = [self._record(sequence) for sequence in answering]
-        best = self._best(len(answering), records)
-        if best == 0 and self._plain_steps >= self._pause(len(answering)):
-            hope = [replace(record, right=_HOPE, tested=1.0, offered=1.0) for record in records]
-            self._plain_steps = 0
-            if self._best(len(answering), hope):
-                self.forget_everybody()
-                self._to_try = _TRIED * min(len(answering), _SAMPLE)
-        if best == 0 and self._to_try == 0:
+        if not self.costs.has_plain:
+            return {}  # that first
+        found = self._more_guesses(answering) if self._guessing else self._first_guesses(answering)
+        if not found:
             self._plain_steps += 1
-            self._quiet = _LOOK - 1 if self.costs.estimate(len(answering), 0) is not None else 0
-            return {}
-        if best == 0:
-            return {one.id: 1 for one in answering[:_SAMPLE]}
-        return {one.id: self._own(record, best, len(answering)) for one, record in zip(answering, records, strict=True)}
+            self._quiet = _LOOK - 1
+        return found
+
+    def _first_guesses(self, answering: list[Sequence]) -> dict[int, int]:
+        """After plain steps."""
+        count = len(answering)
+        best, gain = self._best(count, [self._record(sequence) for sequence in answering])
+        if gain < 1 or self._budget.left <= 0 or not self._pays_for_all(answering):
+            pause = min(_PAUSE << max(0, self._failed - 1), _LONGEST_PAUSE) if self._failed else 0
+            if self._plain_steps < pause:
+                return {}
+            hope = [_Record(_HOPE, 1.0)] * count
+            gain = self._best(count, hope)[1]
+            asked, price = self._cheapest_look(answering)
+            self._hopeless = gain < _GAIN
+            if self._hopeless or max(price, self._dearest) > self._budget.left or not self._pays_back(answering, gain):
+                return {}
+            if not self._undecided:
+                self._records.clear()
+                self._everybody = _Record()
+            answering, best = asked, self._best(count, [self._everybody] * count)[0]
+            self._dearest = 0.0
+            self._budget.begin_look(price)
+        self._guessing = True
+        self._tried = {sequence.id for sequence in answering}
+        return {sequence.id: best for sequence in answering}
+
+    def _more_guesses(self, answering: list[Sequence]) -> dict[int, int]:
+        count = len(answering)
+        seen = [one for one in answering if one.id in self._tried or self._unread(one) <= _TESTS]
+        records = [self._record(sequence) for sequence in answering]
+        best, gain = self._best(count, records)
+        lasts = self._budget.lasts
+        sure = self.costs.has_guesses(count) or self._budget.left > -_DOUBT
+        pays = gain > 1 if lasts else gain >= _GAIN and sure
+        if len(seen) < count and pays and self._pays_for_all(answering):
+            seen = answering
+        if len(seen) == count and pays:
+            self._tried = {sequence.id for sequence in seen}
+            self._failed = 0
+            return {one.id: self._own(record, best, count) for one, record in zip(answering, records, strict=True)}
+        self._undecided = self._best(count, [_lucky(record) for record in records])[1] > 1
+        if seen and lasts and self._undecided:
+            self._tried = {sequence.id for sequence in seen}
+            return {sequence.id: best for sequence in seen}
+        self._guessing = False
+        self._failed += not self._undecided
+        self._plain_steps = 0
+        return {}
 
     def see(self, sequence: Sequence, guessed: int, accepted: int) -> None:
-        self._to_try = max(0, self._to_try - 1)
         self._records[sequence.id] = self._record(sequence).after(guessed, accepted)
         self._everybody = self._everybody.after(guessed, accepted)
 
+    def account(self, steps: float, lost: float) -> None:
+        """A step took as long as so many plain ones, of which so many were lost to guessing."""
+        self._budget.passed(steps)
+        self._budget.spend(lost)
+        self._dearest = max(self._dearest, min(lost, MOST_GAINED))
+
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.id, None)
-
-    def forget_everybody(self) -> None:
-        """How guesses did, not what steps cost. A trial begins so: what is old would outweigh the little it brings."""
-        self._records.clear()
-        self._everybody = _Record()
+        self._tried.discard(sequence.id)
 
     def _record(self, sequence: Sequence) -> _Record:
         """A new one begins with what the others' guesses are worth, and soon has its own."""
         known = self._records.get(sequence.id)
         if known is None:
             everybody = self._everybody
-            known = _Record(2.0 * everybody.acceptance, 2.0, everybody.offered)
+            weight = min(everybody.tested, 2.0)
+            known = _Record(weight * everybody.acceptance, weight, everybody.offered)
         return known
 
-    def _best(self, sequences: int, records: list[_Record]) -> int:
-        """The number of guesses with the most tokens in a second; 0: plain steps have more."""
+    def _best(self, sequences: int, records: list[_Record]) -> tuple[int, float]:
+        """The number of guesses with the most tokens in a second, and how many times as many as plain steps have."""
         plain = self.costs.estimate(sequences, 0)
-        if plain is None:
-            return 0  # one plain step first
-        best, rate = 0, _GAIN * sequences / plain
+        assert plain is not None
+        best, gain = 0, 0.0
         for guesses in self.candidates:
             seconds = self.costs.estimate(sequences, guesses)
             assert seconds is not None
-            tokens = sum(_tokens(record, guesses) for record in records)
-            if tokens / seconds > rate:
-                best, rate = guesses, tokens / seconds
-        return best
+            found = (
+                sum(_tokens(record, min(guesses, self._deepest)) for record in records) / sequences * plain / seconds
+            )
+            if found > gain:
+                best, gain = guesses, found
+        return best, gain
 
-    def _pause(self, sequences: int) -> float:
-        """Plain steps from one trial to the next."""
-        plain, tried = self.costs.estimate(sequences, 0), self.costs.estimate(sequences, 1)
-        if not plain or tried is None:
-            return _PROBE
-        return min(max(_PROBE, _TRIED * (tried / plain - 1) / _PRICE), _LONGEST_PAUSE)
+    def _cheapest_look(self, answering: list[Sequence]) -> tuple[list[Sequence], float]:
+        """Whom to ask for guesses, and the plain steps that a first step costs if all of them are wrong."""
+        count = len(answering)
+        plain, seconds = self.costs.estimate(count, 0), self.costs.estimate(count, 1)
+        assert plain is not None
+        assert seconds is not None
+        step = seconds / plain - 1
+        waiting = sorted(answering, key=self._unread)
+        asked, least, tokens = 0, float("inf"), 0
+        for number, sequence in enumerate(waiting, 1):
+            tokens += self._unread(sequence)
+            price = self.costs.reading(tokens) / plain + step * max(1.0, _TESTS / number)
+            if price < least:
+                asked, least = number, price
+        tokens = sum(self._unread(sequence) for sequence in waiting[:asked])
+        return waiting[:asked], _SWITCH + step + self.costs.reading(tokens) / plain
+
+    def _pays_for_all(self, answering: list[Sequence]) -> bool:
+        """Whether guesses pay as they did lately, even with less luck, and what was not read yet with them."""
+        if self._everybody.tested < _TESTS or not self.costs.has_guesses(len(answering)):
+            return False
+        gain = self._best(len(answering), [_lucky(self._record(one), -_LUCK) for one in answering])[1]
+        return gain >= _GAIN and self._pays_back(answering, gain)
+
+    def _pays_back(self, answering: list[Sequence], gain: float) -> bool:
+        """What must be read for all of them, while they last."""
+        plain = self.costs.estimate(len(answering), 0)
+        assert plain is not None
+        tokens = sum(self._unread(sequence) for sequence in answering if sequence.id not in self._tried)
+        left = sum(min(one.max_new - one.num_answered, _HORIZON) for one in answering) / len(answering)
+        return self.costs.reading(tokens) <= (1 - 1 / gain) * left * plain if gain > 1 else False
 
     def _own(self, record: _Record, most: int, sequences: int) -> int:
         """The part of a draft that pays for its rows; a first guess always keeps the record fresh."""
@@ -144,6 +252,12 @@ class Policy:
         while length < most and record.acceptance ** (length + 1) >= worth:
             length += 1
         return length
+
+
+def _lucky(record: _Record, luck: float = _LUCK) -> _Record:
+    """As good as it may still turn out to be; with negative luck, as bad."""
+    right = record.right + luck * record.tested**0.5
+    return replace(record, right=min(max(right, 0.0), max(_HOPE * record.tested, record.right)))
 
 
 def _tokens(record: _Record, guesses: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping
+from math import log2
 from statistics import median
 
 from quantkit.runtime.device.decode_graphs import graph_sizes
@@ -19,6 +20,7 @@ _FEW = 3  # below that the smallest counts
 _DOUBT = 2.0  # times what was expected: more is not believed of a few steps
 _FRESH = 16  # times that an estimate is given again before it is made anew
 _SIZES = graph_sizes(1024)
+_READ = 96  # tokens that a draft reads while it makes a guess: both read all of its weights
 _GUESS = 0.1  # of a plain step, where nobody knows what the draft costs
 
 
@@ -60,6 +62,15 @@ class Costs:
         self._looked_up[key] = seconds, fresh - 1
         return seconds
 
+    @property
+    def has_plain(self) -> bool:
+        """Whether any plain step was measured: what its graph takes is not what it takes."""
+        return any(guesses == 0 for _, guesses in self._measured)
+
+    def has_guesses(self, sequences: int) -> bool:
+        """Whether a step with guesses for so many was measured."""
+        return any(size == _padded(sequences) and guesses > 0 for size, guesses in self._measured)
+
     def _estimate(self, size: int, guesses: int) -> float | None:
         found = self._measured.get((size, guesses), ())
         expected = self._expected(size, guesses)
@@ -69,17 +80,41 @@ class Costs:
 
     def _expected(self, size: int, guesses: int) -> float | None:
         """Of a combination that was never run."""
-        walls = {size: _typical(found) for (size, guesses), found in self._measured.items() if guesses == 0}
-        device = {size * new: seconds for (size, new), seconds in self._graph_seconds.items()}
         if guesses == 0:
-            known = sorted((device | walls).items())
+            known = sorted((self._device() | self._walls()).items())
             return _between(known, size) if known else None
+        parts = self._by_parts(size, guesses)
+        return None if parts is None else parts + self._beside(size, guesses)
+
+    def _walls(self) -> dict[int, float]:
+        """Seconds of plain steps, by their tokens."""
+        return {size: _typical(found) for (size, guesses), found in self._measured.items() if guesses == 0}
+
+    def _device(self) -> dict[int, float]:
+        """Seconds of graphs, by their tokens."""
+        return {size * new: seconds for (size, new), seconds in self._graph_seconds.items()}
+
+    def _by_parts(self, size: int, guesses: int) -> float | None:
+        """A step with guesses as the sum of what it is made of."""
         plain = self._estimate(size, 0)
         if plain is None:
             return None
-        line = sorted((device or walls).items())
+        line = sorted((self._device() or self._walls()).items())
         more = _between(line, size * (1 + guesses)) - _between(line, size)
         return plain + max(0.0, more) + self._draft(size, guesses, plain)
+
+    def _beside(self, size: int, guesses: int) -> float:
+        """What the most similar step with guesses took beside its parts: host that nothing overlaps, sampling."""
+        run = [key for key in self._measured if key[1] > 0 and key != (size, guesses)]
+        if not run:
+            return 0.0
+        key = min(run, key=lambda known: (abs(log2(known[0] / size)), abs(known[1] - guesses)))
+        parts = self._by_parts(*key)
+        return 0.0 if parts is None else max(0.0, _typical(self._measured[key]) - parts)
+
+    def reading(self, tokens: int) -> float:
+        """Seconds for what a draft must read before it guesses, by those of a guess."""
+        return self._draft(1, 1, self.estimate(1, 0) or 0.0) * (1 + tokens / _READ) if tokens else 0.0
 
     def _draft(self, sequences: int, guesses: int, plain: float) -> float:
         each = sorted({size: seconds / count for (size, count), seconds in sorted(self._draft_seconds.items())}.items())

@@ -28,6 +28,8 @@ from quantkit.runtime.sampling.sampler import Sampler
 CHAIN = torch.tensor([[2.0, 1.0, 0.2, -1.0, 0.0], [0.0, 0.0, 1.5, 1.0, -2.0], [1.0, -1.0, 0.5, 0.3, 0.2],
                       [0.1, 0.2, 0.3, 0.4, 0.5], [-1.0, 2.0, 0.0, 0.0, 1.0]])  # fmt: skip
 OTHER = CHAIN + torch.tensor([-1.0, 0.0, 0.0, 0.0, 1.5])  # what a draft model thinks
+LACKING = OTHER.index_fill(1, torch.tensor(1), float("-inf"))  # the same of one that does not have a token
+DRAFTS = {"model": OTHER, "drawn": OTHER, "lacking": LACKING}
 START, BATCH = 0, 20_000
 MANY = 200_000
 SETTINGS = [
@@ -47,9 +49,9 @@ def probabilities(params: SamplingParams) -> Tensor:
 
 
 def verified(
-    sequences: list[Sequence], drafts: list[tuple[int, ...]], position: int, proposals: bool = False
+    sequences: list[Sequence], drafts: list[tuple[int, ...]], position: int, proposals: Tensor | None = None
 ) -> list[Outcome]:
-    """The real sampler and the real verdict, on logits of the chain. `proposals`: guesses were drawn from OTHER."""
+    """The real sampler and the real verdict, on logits of the chain. `proposals`: guesses were drawn from it."""
     sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"), seed=position)
     scheduled = [
         Scheduled(one, position, 1 + len(draft), True, draft) for one, draft in zip(sequences, drafts, strict=True)
@@ -59,10 +61,10 @@ def verified(
     owner_rows = torch.zeros(len(rows), dtype=torch.int64)
     positions = torch.tensor([position + ahead for work in scheduled for ahead in range(1 + len(work.draft))])
     ids, proposed = torch.tensor(rows), None
-    if proposals:
+    if proposals is not None:
         at = [row for row in range(len(rows) - 1) if owners[row] is owners[row + 1]]
         guesses = ids[torch.tensor(at) + 1]
-        proposed = Proposed(at, guesses, list(OTHER[ids[at]]))
+        proposed = Proposed(at, guesses, list(proposals[ids[at]]))
     samples = sampler(CHAIN[ids], owners, owner_rows, positions, proposed=proposed)
     return Runner.collect(None, Launched(StepPlan(scheduled), scheduled, samples, torch.tensor(rows), {}, None))  # type: ignore[arg-type]
 
@@ -71,13 +73,13 @@ def guessed(sequences: list[Sequence], draft: tuple[int, ...] | str) -> list[tup
     """The same draft for all, or what another chain draws with each sequence's own random numbers, or with others."""
     if not isinstance(draft, str):
         return [draft] * len(sequences)
-    if draft == "drawn":
+    if draft != "model":
         sequences = [replace(one, seed=~one.seed) for one in sequences]
     sampler = Sampler(ops_for(torch.device("cpu"), torch.float32), len(CHAIN), 1, torch.device("cpu"))
     tokens, found = torch.full((len(sequences),), START), []
     for position in (1, 2):
         owner_rows = torch.zeros(len(sequences), dtype=torch.int64)
-        tokens = sampler(OTHER[tokens], sequences, owner_rows, owner_rows + position).tokens
+        tokens = sampler(DRAFTS[draft][tokens], sequences, owner_rows, owner_rows + position).tokens
         found.append(tokens.tolist())
     return list(zip(*found, strict=True))
 
@@ -90,7 +92,8 @@ def pairs_drawn(samples: int, params: SamplingParams, draft: tuple[int, ...] | s
     for first in range(0, samples, BATCH):
         made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(first, first + BATCH)]
         short = []
-        for outcome in verified(made, guessed(made, draft), position=1, proposals=draft == "drawn"):
+        proposals = None if draft == "model" else DRAFTS.get(str(draft))
+        for outcome in verified(made, guessed(made, draft), position=1, proposals=proposals):
             tokens = [sampled.token for sampled in outcome.tokens]
             if spoil and outcome.num_accepted == 0 and dice.random() < spoil:
                 tokens[0] = outcome.scheduled.draft[0]
@@ -130,6 +133,7 @@ DRAWN: list[tuple[SamplingParams, tuple[int, ...] | str]] = [
 @pytest.mark.parametrize(
     ("params", "draft", "samples"),
     [
+        (SETTINGS[0], "lacking", BATCH),
         *((*DRAWN[number], BATCH) for number in (0, 2, -1)),  # fixed guesses, a model's, drawn ones; the rest with MANY
         *(pytest.param(*case, MANY, marks=pytest.mark.long) for case in DRAWN),
         *(pytest.param(params, (0,), MANY, marks=pytest.mark.long) for params in SETTINGS),
@@ -159,7 +163,8 @@ def test_the_rejection_rule_accepts_what_both_distributions_share() -> None:
     params, rates = SETTINGS[0], {}
     for draft in ("model", "drawn"):
         made = [Sequence(seed, [START], params, 0.0, seed * 7919 + 13, 2) for seed in range(BATCH)]
-        outcomes = verified(made, guessed(made, draft), position=1, proposals=draft == "drawn")
+        proposals = OTHER if draft == "drawn" else None
+        outcomes = verified(made, guessed(made, draft), position=1, proposals=proposals)
         rates[draft] = sum(outcome.num_accepted > 0 for outcome in outcomes) / BATCH
     overlap = float(torch.minimum(CHAIN[START].softmax(0), OTHER[START].softmax(0)).sum())
     assert rates["drawn"] == pytest.approx(overlap, abs=0.01)

@@ -109,6 +109,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/runtime/test_integer_cache.py": 8,
     "tests/runtime/test_latent_kernels.py": 4,
     "tests/runtime/test_self_draft.py": 10,
+    "tests/runtime/test_speculation_floor.py": 55,
     "tests/runtime/test_speculative.py": 36,
     "tests/runtime/test_speculative_sampling.py": 262,
 }
