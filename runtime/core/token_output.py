@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quantkit.runtime.core.sequence import FinishReason
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One new token of one answer, and whether the answer ends with it. An error may end it without a token."""
 
     request: int
