@@ -157,14 +157,16 @@ class InputMaker:
     def _answers(self, plan: StepPlan) -> StepInputs:
         """Of a step in which every sequence has one new token, as in most steps."""
         size, count = self._page_size, len(plan.scheduled)
-        each = [(work.sequence, work.start) for work in plan.scheduled]
-        rows = [one.row for one, _ in each]
+        sequences = [work.sequence for work in plan.scheduled]
+        positions = [work.start for work in plan.scheduled]
+        each = list(zip([one.tokens for one in sequences], [one.pages for one in sequences], positions, strict=True))
+        rows = [one.row for one in sequences]
         return StepInputs(
-            ids=[one.tokens[at] if at < len(one.tokens) else FROM_ROW for one, at in each],
-            positions=[at for _, at in each],
-            kv_slots=[one.pages[at // size] * size + at % size for one, at in each],
+            ids=[tokens[at] if at < len(tokens) else FROM_ROW for tokens, _, at in each],
+            positions=positions,
+            kv_slots=[pages[at // size] * size + at % size for _, pages, at in each],
             rows=rows,
-            contexts=[at + 1 for _, at in each],
+            contexts=[at + 1 for at in positions],
             starts=list(range(count + 1)),
             logits_rows=list(range(count)),
             owner_rows=rows,

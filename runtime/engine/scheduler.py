@@ -66,10 +66,11 @@ class Scheduler:
         """The next step. Everything in it counts as computed from now on."""
         plan = StepPlan([])
         budget = self.limits.tokens
-        ready = [(one, one.num_missing) for one in self.running if not one.must_wait]
-        answering = self._answers(ready)
-        for sequence, missing in ready:
-            if sequence.status is not Status.RUNNING:  # it gave way to one before it
+        ready, running = [one for one in self.running if not one.must_wait], Status.RUNNING
+        counts = [one.num_missing for one in ready]
+        answering = self._answers(counts)
+        for sequence, missing in zip(ready, counts, strict=True):
+            if sequence.status is not running:  # it gave way to one before it
                 continue
             if missing == 1:
                 if answering == 0:
@@ -108,7 +109,7 @@ class Scheduler:
         Call before the tokens become known. A sequence that was preempted meanwhile has no pages, or keeps them on the
         host; there the right ones must stand in front (`in_order`), else everything is computed anew.
         """
-        sequence, wrong = work.sequence, len(work.draft) - accepted
+        sequence, wrong, size = work.sequence, len(work.draft) - accepted, self.pool.page_size
         sequence.num_pending -= 1
         if sequence.swapped is not None:
             sequence.swapped.num_computed -= wrong
@@ -117,7 +118,7 @@ class Scheduler:
         elif sequence.pages:
             sequence.num_computed -= wrong
             length = sequence.num_computed + sequence.ahead
-            if len(sequence.pages) * self.pool.page_size >= length + self.pool.page_size:
+            if len(sequence.pages) * size >= length + size:
                 self._trim(sequence, length)
 
     def undo(self, plan: StepPlan) -> None:
@@ -141,9 +142,10 @@ class Scheduler:
             assert sequence.num_computed <= held * size, "tokens were computed without pages"
             assert (held - 1) * size < sequence.num_computed + MOST_GUESSES, "pages are held for nothing"
 
-    def _answers(self, ready: list[tuple[Sequence, int]]) -> int:
-        """How many sequences answer in this step: an equal part for each of the steps that are on their way."""
-        answering = sum([missing == 1 for _, missing in ready])
+    def _answers(self, missing: list[int]) -> int:
+        """How many sequences answer in this step, of those that miss so many tokens and need not wait: an equal part
+        for each of the steps that are on their way."""
+        answering = missing.count(1)
         if self.limits.micro_batches == 1:
             return answering
         every = sum(one.num_missing == 1 for one in self.running)
@@ -154,9 +156,9 @@ class Scheduler:
         changes, where there is more to do."""
         if sequence.draft or sequence.ahead:
             return False
-        at, size = sequence.num_computed, self.pool.page_size
-        page, inside = divmod(at, size)
-        if page >= len(sequence.pages) or (inside and self.pool.is_shared(sequence.pages[page])):
+        at, size, pages = sequence.num_computed, self.pool.page_size, sequence.pages
+        page, inside = at // size, at % size
+        if page >= len(pages) or (inside and self.pool.is_shared(pages[page])):
             return False
         sequence.num_computed = at + 1
         sequence.num_pending += 1
