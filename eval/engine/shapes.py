@@ -29,9 +29,9 @@ SHAPES = PLAIN_SHAPES | EXPERT_SHAPES | LATENT_SHAPES
 # Activations of a random MLP have no few outlier columns, as trained ones have: with weights twice as large, thousands
 # of tokens would put a value of 6 into every column, and LLM.int8 would compute everything in 16 bit.
 _SPREAD = 0.01
-# With a profile of outliers: weights of all norms, and how many times as large those of outlier columns are. A value is
-# a mean over a context, an input of down a product with a gate, so the rows that make them must be larger still.
-_ORDINARY_NORM, _LARGE_NORM, _LARGE_VALUE, _LARGE_UP = 0.5, 32.0, 2000.0, 100.0
+# With a profile of outliers: weights of all norms, and how many times as large those of outlier columns are; how large
+# values are, so that their mean over a context is an outlier still, and products of gate and up.
+_ORDINARY_NORM, _LARGE_NORM, _LARGE_VALUE, _LARGE_PRODUCT = 0.5, 32.0, 1000.0, 20.0
 # Experts of a layer whose quantized weights differ; others are copies of them. Memory that is read is each one's own.
 _DISTINCT = 4
 
@@ -209,7 +209,10 @@ class RandomWeights:
     def _with_large_rows(self, weight: Tensor, role: str, last: int) -> Tensor:
         """Outlier columns of the output and of down are outputs of values and of up, the `last` rows of their stage."""
         if self._outliers is not None and role in ("qkv", "gate_up"):
-            follows, factor = ("output", _LARGE_VALUE) if role == "qkv" else ("down", _LARGE_UP)
+            usual = _SPREAD * float(self._norm(role).norm())  # an output's size; half of it comes through the gate
+            follows, factor = ("output", _LARGE_VALUE / usual)
+            if role == "gate_up":
+                follows, factor = "down", 2 * _LARGE_PRODUCT / usual**2
             begin = len(weight) - last
             weight[begin : begin + self._outliers.columns(follows, last)] *= factor
         return weight

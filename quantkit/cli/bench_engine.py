@@ -119,7 +119,9 @@ def batches_of(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     wrong = [word for word in words if word != "fit" and not (word.isdecimal() and int(word) > 0)]
     if wrong or not words:
-        raise InputError(f"--batch is '{text}', but must be numbers such as 1,8,256, or fit: as many as the cache holds")
+        raise InputError(
+            f"--batch is '{text}', but must be numbers such as 1,8,256, or fit: as many as the cache holds"
+        )
     return [FIT if word == "fit" else int(word) for word in words]
 
 

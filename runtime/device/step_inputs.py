@@ -153,7 +153,6 @@ class InputMaker:
                 inputs.owner_rows += [sequence.row] * (len(work.draft) + 1)
         return inputs
 
-
     def _answers(self, plan: StepPlan) -> StepInputs:
         """Of a step in which every sequence has one new token, as in most steps."""
         size, count = self._page_size, len(plan.scheduled)

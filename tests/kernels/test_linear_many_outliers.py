@@ -9,8 +9,8 @@ from torch import Tensor
 from quantkit.formats import LlmInt8, QuantizedWeight
 from quantkit.kernels.linear.eight_bit import many_outliers
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
-from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig, matmul
 from quantkit.kernels.linear.eight_bit.many_outliers import launch_in_half
+from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig, matmul
 from quantkit.kernels.linear.eight_bit.outliers import most_gathered
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.reference import linear as reference
