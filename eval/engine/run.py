@@ -3,9 +3,9 @@
 Protocol: N prompts of random tokens are added at the same moment, greedy, the end token ignored, so that every answer
 has the full length. Output tokens per second count from that moment to the last token, prefill included. Two short runs
 go before, so that kernels are compiled and graphs captured: short prompts, which all answer at once, and the prompts of
-the load with two tokens each. Time to first token and the gaps
-between tokens are taken when the host gets the tokens. As many as fit: N is what the cache holds at full length, so that
-nobody waits or gives way, and the batch is full until the end.
+the load with two tokens each. Time to first token and the gaps between tokens are taken when the host gets the tokens.
+As many as fit: N is what the cache holds at full length, so that nobody waits or gives way, and the batch is full until
+the end.
 """
 
 from __future__ import annotations

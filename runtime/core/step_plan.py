@@ -93,7 +93,7 @@ class StepPlan:
     @cached_property
     def has_trees(self) -> bool:
         """Asked for when all is scheduled."""
-        return any(work.parents for work in self.scheduled)
+        return bool([work for work in self.scheduled if work.parents])
 
     @property
     def answers_only(self) -> bool:

@@ -139,7 +139,7 @@ class Runner:
             return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
         logits = (self.decoder if step.all_tokens else self.part.decoder).logits(rows.hidden)
         finished = Status.FINISHED
-        if any([work.sequence.status is finished for work in sampling]):  # meanwhile: its row is another's
+        if [work for work in sampling if work.sequence.status is finished]:  # meanwhile: its row is another's
             alive = [row for row, owner in enumerate(_owners(sampling)) if not owner.finished]
             sampling = [work for work in sampling if not work.sequence.finished]
             logits, rows = logits[alive], _some_rows(rows, alive)
@@ -230,7 +230,7 @@ class Runner:
 
 def _owners(sampling: list[Scheduled]) -> list[Sequence]:
     """Of every row behind which a token is sampled."""
-    if any([work.draft for work in sampling]):
+    if [work for work in sampling if work.draft]:
         return [work.sequence for work in sampling for _ in range(len(work.draft) + 1)]
     return [work.sequence for work in sampling]
 

@@ -131,7 +131,7 @@ class InputMaker:
         self._page_size = page_size
 
     def make(self, plan: StepPlan) -> StepInputs:
-        if all([work.num_tokens == 1 and work.samples for work in plan.scheduled]):
+        if not [work for work in plan.scheduled if work.num_tokens > 1 or not work.samples]:
             return self._answers(plan)
         inputs = StepInputs()
         size, trees = self._page_size, plan.has_trees

@@ -104,7 +104,7 @@ def test_shares_as_they_are_in_a_model() -> None:
 
 
 def test_the_host_calls_little_for_a_sequence() -> None:
-    """62 Python functions for each sequence of a step before this was counted; a new one shows here, without a clock."""
+    """62 Python functions for each sequence of a step before they were counted; a new one shows without a clock."""
     few, many = (sum(calls_of_step(count).values()) for count in (64, 128))
     assert (many - few) / 64 < 13
 

@@ -97,7 +97,7 @@ def _eight_bit(
         acc = tl.zeros((OUTPUTS, TOKENS), tl.int32)
     if OUTLIERS:
         count = tl.load(outliers)  # so early that nothing waits for it
-        if DENSE > 0:
+        if DENSE > 0:  # noqa: SIM102  (known when the kernel is compiled)
             if count > most:  # all of it is the next launch's
                 return
     for position in range(first, last_step):
