@@ -261,6 +261,7 @@ def test_outlier_columns_are_not_rounded(threshold: float, tokens: int) -> None:
     assert_close(x, fmt, make(fmt, 33, 577))
 
 
+@pytest.mark.parametrize("products", ["as on this CPU"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize("more", [0, 1, None])
