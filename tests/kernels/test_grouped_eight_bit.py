@@ -125,9 +125,8 @@ def test_outliers_in_every_column(tokens: int, device: str) -> None:
     order = routes.order.long()
     assert down.bias is not None
     found = down.matmul(x[order], routes, SPLIT)[order]
-    assert_right(
-        found, linear_of_experts(x[order].double(), experts_of(routes)[order], fmt, planes, down.bias.double())
-    )
+    wanted = linear_of_experts(x[order].double(), experts_of(routes)[order], fmt, planes, down.bias.double())
+    assert_right(found, wanted)
 
 
 def test_a_whole_layer_as_it_is_chosen(device: str) -> None:
