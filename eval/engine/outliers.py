@@ -85,7 +85,7 @@ def measured_shares(
 
     with ExitStack() as stack:
         for layer in range(config["num_hidden_layers"]):
-            for stage in family.stages(config, layer):
+            for stage in family.stages(layer, config):
                 if stage.role in ROLES and not stage.routed:
                     module = model.get_submodule(family.modules(layer, stage)[0])
                     stack.callback(module.register_forward_pre_hook(look(stage.role)).remove)

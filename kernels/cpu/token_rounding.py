@@ -33,7 +33,7 @@ class Outliers(NamedTuple):
     memory: Tensor
 
     @property
-    def count(self) -> int:
+    def num_columns(self) -> int:
         return int(self.memory[0])
 
 

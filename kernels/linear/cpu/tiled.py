@@ -301,9 +301,9 @@ def multiply(
     pool, tokens = shared_pool(), y.shape[0]
     threshold = None if rounding is None else rounding.outlier_threshold
     outliers = None if threshold is None else find_outliers(pool, x, threshold, tiles.inputs)
-    if outliers is not None and outliers.count > tiles.inputs * (exact := exact_digits(x.dtype)) // _SHARE_OF_A_DIGIT:
-        outliers = rounding = None
-        digits = exact
+    exact = exact_digits(x.dtype)
+    if outliers is not None and outliers.num_columns > tiles.inputs * exact // _SHARE_OF_A_DIGIT:
+        outliers, rounding, digits = None, None, exact
     plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads, outliers is not None)
     if rounding is None:
         held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs, tiles.every if digits == 1 else 1)
