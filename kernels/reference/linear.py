@@ -17,18 +17,6 @@ def linear(x: Tensor, fmt: Format, weight: QuantizedWeight, bias: Tensor | None 
     return torch.nn.functional.linear(served, weight.dequantize(x.dtype), bias)
 
 
-def with_many_outliers(
-    x: Tensor, fmt: Format, weight: QuantizedWeight, most: int, bias: Tensor | None = None
-) -> Tensor:
-    """`linear` for LLM.int8, but nothing is rounded where more columns than `most` hold an outlier."""
-    rounding = fmt.input_rounding
-    assert rounding is not None
-    outliers = (x.to(torch.float16).abs() >= (rounding.outlier_threshold or float("inf"))).any(0)
-    if int(outliers.sum()) <= most:
-        return linear(x, fmt, weight, bias)
-    return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
-
-
 def exact(x: Tensor, fmt: Format, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """The same without any rounding of its own: the number that errors are measured against, in float64."""
     served = fmt.served_inputs(x.float(), weight) if fmt.input_rounding else x

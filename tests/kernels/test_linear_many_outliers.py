@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from quantkit.formats import LlmInt8, QuantizedWeight
+from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.linear.eight_bit import many_outliers
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.eight_bit.many_outliers import launch_in_half
 from quantkit.kernels.linear.eight_bit.matmul import EightBitConfig, matmul
-from quantkit.kernels.linear.eight_bit.outliers import most_gathered
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import relative_error
@@ -45,14 +45,20 @@ def check(
     bias = torch.randn(outputs, device=device).to(dtype)
     y = torch.full((tokens, outputs), float("nan"), dtype=dtype, device=device)
     assert matmul(x, weight, tile, bias=bias, out=y) is y
-    most = most_gathered(weight.columns)
-    expected = reference.with_many_outliers(x.double().cpu(), FMT, _on_cpu(quantized), most, bias.double().cpu())
+    on_cpu, precise = _on_cpu(quantized), (x.double().cpu(), bias.double().cpu())
+    expected = reference.linear(precise[0], FMT, on_cpu, precise[1])
     assert relative_error(y.cpu(), expected) < LARGEST[dtype]
-    if dtype == torch.float16 and count < inputs:  # precise enough to tell which of the two was computed
-        wrong = count if count > most else -1
-        other = reference.with_many_outliers(x.double().cpu(), FMT, _on_cpu(quantized), wrong, bias.double().cpu())
-        assert relative_error(y.cpu(), other) > LARGEST[dtype]
+    if dtype == torch.float16 and most_outliers(inputs) < count < inputs:
+        rounded = _rounded(precise[0]) @ on_cpu.dequantize(torch.float64).mT + precise[1]
+        assert relative_error(y.cpu(), rounded) > LARGEST[dtype], "columns without outliers were rounded"
     assert int(weight.tickets.abs().sum()) == 0
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """As LLM.int8 without a bound rounds the columns that hold no outlier."""
+    ordinary = (x.abs() < FMT.threshold).all(0)
+    sizes = (x * ordinary).abs().amax(1, keepdim=True) / 127
+    return torch.where(ordinary, (x / sizes).round() * sizes, x)
 
 
 def _on_cpu(quantized: QuantizedWeight) -> QuantizedWeight:
@@ -92,9 +98,7 @@ def test_weights_decoded_once(count: int, device: str, monkeypatch: pytest.Monke
 
 
 def test_the_bound_is_a_share_of_wide_rows() -> None:
-    assert most_gathered(128) == 64
-    assert most_gathered(4096) == 256
-    assert most_gathered(14336) == 896
+    assert [most_outliers(inputs) for inputs in (128, 4096, 14336)] == [64, 256, 896]
 
 
 def test_nothing_is_written_where_outliers_are_few(device: str) -> None:

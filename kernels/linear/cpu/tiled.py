@@ -13,6 +13,7 @@ from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, GgufWeight, Integ
 from quantkit.formats.base import InputRounding
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
+from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.weight import padded
 
@@ -25,7 +26,6 @@ _SHORT = 1024  # inputs of a row with one scale, up to which it is padded to who
 _PIECES = 8  # of a product with one token for each thread: who is free takes the next. More tokens have as many more: a
 # thread that waits for the last piece of another must not fall asleep
 _WIDER = {3: 4, 5: 6}  # bits that codes get whose own make planes of one bit
-_SHARE_OF_A_DIGIT = 16  # of all columns, one in so many holds outliers: from there on a digit of x more costs less
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
 
 
@@ -292,8 +292,7 @@ def multiply(
     x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int, rounding: InputRounding | None = None
 ) -> None:
     """y [tokens, outputs] = x @ weight.T + bias, rows of y contiguous, in x's dtype, of which so many digits are used;
-    one where a format says how x is rounded. Where outliers are in more columns than are worth multiplying in floats,
-    nothing is rounded."""
+    one where a format says how x is rounded, as many as are exact where it then says that nothing is."""
     from quantkit.kernels.cpu.activations import in_digits
     from quantkit.kernels.cpu.pool import shared_pool
     from quantkit.kernels.cpu.token_rounding import find_outliers, in_one_digit
@@ -301,9 +300,8 @@ def multiply(
     pool, tokens = shared_pool(), y.shape[0]
     threshold = None if rounding is None else rounding.outlier_threshold
     outliers = None if threshold is None else find_outliers(pool, x, threshold, tiles.inputs)
-    exact = exact_digits(x.dtype)
-    if outliers is not None and outliers.num_columns > tiles.inputs * exact // _SHARE_OF_A_DIGIT:
-        outliers, rounding, digits = None, None, exact
+    if outliers is not None and outliers.num_columns > most_outliers(x.shape[1]):
+        outliers, rounding, digits = None, None, exact_digits(x.dtype)
     plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads, outliers is not None)
     if rounding is None:
         held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs, tiles.every if digits == 1 else 1)

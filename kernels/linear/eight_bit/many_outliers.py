@@ -1,8 +1,8 @@
 """LLM.int8 where outliers are everywhere: all inputs are multiplied in 16 bits, so that a product has a bound.
 
-Gathered columns cost more each than columns in place, and the worst case is all of them. From more than `most_gathered`
-on, nothing is rounded or gathered. The list of outliers, which the device has made, decides: the host does not know it
-and launches the same kernels every time, as a CUDA graph must.
+Gathered columns cost more each than columns in place, and the worst case is all of them. Where they are more than the
+format's `most_outliers`, nothing is rounded or gathered. The list of outliers, which the device has made, decides: the
+host does not know it and launches the same kernels every time, as a CUDA graph must.
 
     up to 64 tokens    the 8-bit kernel itself multiplies once more, in 16 bits (`product_in_half`): the weight was read
                        as bytes a moment ago, so that both times together read what 16 bits would take
@@ -10,7 +10,7 @@ and launches the same kernels every time, as a CUDA graph must.
     more than 1,024    a launch between the two decodes the weight once, into memory of its own
 
 Layout   as in `matmul.py`
-Meaning  `reference.linear.with_many_outliers`: at least as exact as LLM.int8, whose inputs in other columns have 8 bits
+Meaning  `reference.linear.linear`, as everywhere: the format says that nothing is rounded then
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.card import Card, card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.cost import Product, cheapest
 from quantkit.kernels.linear.dispatch import bucket_of
-from quantkit.kernels.linear.eight_bit.outliers import most_gathered
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
 from quantkit.kernels.linear.weight_only.assembly import TRITON
@@ -178,9 +178,9 @@ def _decode(
 
 
 def launch_in_half(x: Tensor, outliers: Tensor, weight: EightBitWeight, bias: Tensor | None, y: Tensor) -> None:
-    """Writes y where more columns than `most_gathered` are listed; else nothing."""
+    """Writes y where more columns than `most_outliers` are listed; else nothing."""
     tokens, columns = x.shape[0], weight.columns
-    tile, most = tile_for(weight, tokens, card_of(x.device)), most_gathered(columns)
+    tile, most = tile_for(weight, tokens, card_of(x.device)), most_outliers(weight.inputs)
     values = weight.values
     if tokens >= DECODED_FROM:
         values = torch.empty(values.shape, dtype=x.dtype, device=x.device)

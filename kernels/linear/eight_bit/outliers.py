@@ -8,7 +8,7 @@ Layout   x [tokens, inputs] 16 bit, rows contiguous; weights int8 [rows, columns
 Limits   at most 65,536 inputs, so that a bit for each fits the weight's tickets
 
 A tile of a product that gathers columns reads 32 bytes of weights for every byte. Copied once, the columns are one more
-step of the product; tiles gather only what does not fit, up to `most_gathered`.
+step of the product; tiles gather only what does not fit, up to the format's `most_outliers`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,11 @@ from quantkit.kernels.linear.weight_only.assembly import TRITON
 MOST_INPUTS = 65536
 FEW_TOKENS = 64  # up to here copying the columns would cost more than it saves
 DENSE = 64  # columns that are copied
-_SHARE_GATHERED = 16  # of all columns, one in so many: with more, 16 bits for all of them take less time
 assert 1 + MOST_INPUTS // 32 <= TICKETS
 _MOST_HELD = 32768  # columns of a row that one program holds in registers; the rest of a longer one is read twice
 _GATHERED_ROWS = 64  # of weights, by one program
 _MOST_WORDS = tl.constexpr(MOST_INPUTS // 32)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to whole numbers, halves to even
-
-
-def most_gathered(columns: int) -> int:
-    """Outlier columns up to which a product of so many columns visits just these (`many_outliers.py`)."""
-    return max(DENSE, columns // _SHARE_GATHERED)
 
 
 @dataclass(frozen=True)

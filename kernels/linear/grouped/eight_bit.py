@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.card import NO_GPU, card_of
 from quantkit.kernels.chain import wait_for_last
 from quantkit.kernels.linear.eight_bit.many_outliers import product_in_half
 from quantkit.kernels.linear.eight_bit.matmul import add_gathered
-from quantkit.kernels.linear.eight_bit.outliers import most_gathered
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows, rounded_to_float8, to_float8
 from quantkit.kernels.linear.grouped.routes import Routes
 from quantkit.kernels.linear.grouped.tile import (
@@ -262,7 +262,7 @@ def matmul(
         weight.scales,
         weight.input_scales,
         first.columns,
-        most_gathered(first.columns),
+        most_outliers(first.inputs),
         x.shape[0],
         first.values.numel(),
         first.scales.numel(),
