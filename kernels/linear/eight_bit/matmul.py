@@ -193,7 +193,7 @@ def matmul(
         return y
     rows = None if weight.activations == "exact" else quantize_rows(x, weight)
     launch(x, rows, weight, config, bias, y)
-    if rows is not None and rows.outliers is not None and rows.dense is not None:
+    if rows is not None and rows.outliers is not None and rows.dense is not None and weight.threshold < float("inf"):
         launch_in_half(x, rows.outliers, weight, bias, y)
     return y
 
