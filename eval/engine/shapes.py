@@ -103,16 +103,16 @@ class RandomWeights:
 
     def _block(self, stages: tuple[Stage, ...]) -> Block:
         config, by_role = self._config, {stage.role: stage for stage in stages}
-        of_head = self._ones(config.head_dim) if config.family.qk_norm else None
+        norm, of_head = self._ones(config.hidden), self._ones(config.head_dim) if config.family.qk_norm else None
         biased = config.family.qkv_bias  # as a silent config.json means it
         return Block(
-            before_attention=self._norm("qkv"),
+            before_attention=self._norm(norm, "qkv"),
             qkv=self._of_stage(by_role["qkv"], self._format, biased=biased in ("always", "assumed")),
             q_norm=of_head,
             k_norm=of_head,
             output=self._of_stage(by_role["output"], self._format, biased=biased == "assumed"),
             after_attention=None,
-            before_mlp=self._norm("gate_up"),
+            before_mlp=self._norm(norm, "gate_up"),
             mlp=self._mlp(by_role),
             after_mlp=None,
             latent=None if config.latent is None else self._latent(by_role, config.latent),
@@ -198,18 +198,18 @@ class RandomWeights:
         joined = join(weights)
         return Linear(tuple(weights) if joined is None else (joined,), bias)
 
-    def _norm(self, role: str) -> Tensor:
+    def _norm(self, ones: Tensor, role: str) -> Tensor:
         """The one before a stage."""
-        norm = self._ones(self._config.hidden)
-        if self._outliers is not None:
-            norm *= _ORDINARY_NORM
-            norm[: self._outliers.columns(role, len(norm))] *= _LARGE_NORM
+        if self._outliers is None:
+            return ones
+        norm = ones * _ORDINARY_NORM
+        norm[: self._outliers.columns(role, len(norm))] *= _LARGE_NORM
         return norm
 
     def _with_large_rows(self, weight: Tensor, role: str, last: int) -> Tensor:
         """Outlier columns of the output and of down are outputs of values and of up, the `last` rows of their stage."""
         if self._outliers is not None and role in ("qkv", "gate_up"):
-            usual = _SPREAD * float(self._norm(role).norm())  # an output's size; half of it comes through the gate
+            usual = _SPREAD * float(self._norm(self._ones(weight.shape[1]), role).norm())  # an output's size; half of it comes through the gate
             follows, factor = ("output", _LARGE_VALUE / usual)
             if role == "gate_up":
                 follows, factor = "down", 2 * _LARGE_PRODUCT / usual**2
