@@ -209,7 +209,8 @@ class RandomWeights:
     def _with_large_rows(self, weight: Tensor, role: str, last: int) -> Tensor:
         """Outlier columns of the output and of down are outputs of values and of up, the `last` rows of their stage."""
         if self._outliers is not None and role in ("qkv", "gate_up"):
-            usual = _SPREAD * float(self._norm(self._ones(weight.shape[1]), role).norm())  # an output's size; half of it comes through the gate
+            norm = self._norm(self._ones(weight.shape[1]), role)
+            usual = _SPREAD * float(norm.norm())  # an output's size; half of it comes through the gate
             follows, factor = ("output", _LARGE_VALUE / usual)
             if role == "gate_up":
                 follows, factor = "down", 2 * _LARGE_PRODUCT / usual**2
