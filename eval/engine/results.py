@@ -18,6 +18,7 @@ COLUMNS = (
     *("gap_ms_p50", "gap_ms_p95", "gap_ms_p99", "step_ms", "percent_of_limit"),
     *("weights_bytes", "kv_tokens", "peak_bytes", "ready_s", "process_to_first_token_s"),
     *("speculative", "tokens_per_step", "acceptance"),  # nothing in rows from before, and where nothing is guessed
+    *("outliers", "held", "cache_percent"),  # nothing in rows from before; outliers: of `--outliers` alone
 )
 
 
@@ -34,6 +35,7 @@ class Started:
     weights: int
     kv_tokens: int
     speculative: str | None = None  # as --speculative said it
+    outliers: str | None = None  # as --outliers said it
     micro_batches: int = 1  # steps on their way through the stages at once, where there are several
 
     @property
@@ -76,6 +78,9 @@ class EngineRow:
             "speculative": started.speculative,
             "tokens_per_step": None if per_step is None else round(per_step, 3),
             "acceptance": None if acceptance is None else round(acceptance, 4),
+            "outliers": started.outliers,
+            "held": times.held,
+            "cache_percent": round(100 * times.cache_used, 1),
         }
 
 

@@ -3,8 +3,9 @@
 Protocol: N prompts of random tokens are added at the same moment, greedy, the end token ignored, so that every answer
 has the full length. Output tokens per second count from that moment to the last token, prefill included. Two short runs
 go before, so that kernels are compiled and graphs captured: short prompts, which all answer at once, and the prompts of
-the load with two tokens each. Time to first token and the gaps
-between tokens are taken when the host gets the tokens.
+the load with two tokens each. Time to first token and the gaps between tokens are taken when the host gets the tokens.
+As many as fit: N is what the cache holds at full length, so that nobody waits or gives way, and the batch is full until
+the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.errors import InputError
 from quantkit.eval.engine.guesses import Guesses
+from quantkit.runtime.core.pages import pages_for
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.experts import GroupedMlp
@@ -28,7 +31,7 @@ SHORT_PROMPT, WARM_UP_TOKENS = 16, 4
 
 @dataclass(frozen=True)
 class Load:
-    """N requests at once."""
+    """N requests at once. More than an engine holds wait until others end."""
 
     batch: int
     prompt: int
@@ -46,6 +49,8 @@ class EngineTimes:
     step_ms: float  # median time of a step in which everybody answered; 0 where there was none
     limit_ms: float | None  # what reading weights and cache once would take, at the measured bandwidth
     guesses: Guesses
+    held: int = 0  # requests that ran at the same time, at most
+    cache_used: float = 0.0  # share of the cache's pages that they held, at most
     idle: tuple[float, ...] = ()  # the share of its time that each stage was idle, where there are several
 
     @property
@@ -67,6 +72,14 @@ class _Watch:
     last: dict[int, float] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
     full_steps: list[float] = field(default_factory=list)
+    held: int = 0
+    pages: int = 0
+
+    def look_at(self, engine: Engine) -> None:
+        """After each step: who ended in it is gone, and was seen after the one before."""
+        pool = engine.scheduler.pool
+        self.held = max(self.held, len(engine.scheduler.running))
+        self.pages = max(self.pages, pool.usable - pool.free)
 
     def see(self, requests: list[int], batch: int, previous: float) -> float:
         now = time.perf_counter()
@@ -92,19 +105,42 @@ def measure(engine: Engine, load: Load, bandwidth: float | None, *, seed: int = 
     guesses = Guesses.so_far(engine) - before
     if engine.speculation.on or idle:  # a step reads more than the limit counts and brings more tokens, or has stages
         bandwidth = None
-    gaps = torch.tensor(watch.gaps or [0.0]) * 1e3
+    gaps = sorted(watch.gaps or [0.0])
     firsts = sorted(watch.first.values())
     steps = torch.tensor(watch.full_steps[1:] or [0.0]) * 1e3
     return EngineTimes(
         load=load,
         seconds=max(watch.last.values()) - watch.begin,
         first_token_ms=(firsts[len(firsts) // 2] * 1e3, firsts[-1] * 1e3),
-        gap_ms=tuple(float(gaps.quantile(q)) for q in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]
+        gap_ms=(_quantile(gaps, 0.5), _quantile(gaps, 0.95), _quantile(gaps, 0.99)),
         step_ms=float(steps.median()),
         limit_ms=None if bandwidth is None else bytes_of_step(engine, load) / bandwidth * 1e3,
         guesses=guesses,
+        held=watch.held,
+        cache_used=watch.pages / engine.scheduler.pool.usable,
         idle=idle,
     )
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """In milliseconds, of seconds in order; between two of them in proportion. As many as a thousand long answers have,
+    torch takes none."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return 1e3 * (ordered[low] + (place - low) * (ordered[high] - ordered[low]))
+
+
+def as_many_as_fit(engine: Engine, prompt: int, new: int) -> int:
+    """Requests that the engine holds to their end: the cache has pages for all of them at full length."""
+    pool = engine.scheduler.pool
+    held = min(pool.usable // pages_for(prompt + new, pool.page_size), engine.options.sequences)
+    if held == 0:
+        raise InputError(
+            f"the cache holds {engine.memory.kv_tokens:,} tokens, and a request of {prompt} + {new} needs more; "
+            "use shorter ones, --kv-dtype int8, or raise --memory-share"
+        )
+    return held
 
 
 def _idle_shares(engine: Engine) -> tuple[float, ...]:
@@ -134,6 +170,7 @@ def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:
     previous = watch.begin
     while engine.unfinished:
         deltas = engine.step()
+        watch.look_at(engine)
         previous = watch.see([delta.request for delta in deltas], load.batch, previous)
     engine.drain()
     return watch

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from quantkit.arch.sizes import LatentSizes
+from quantkit.errors import InputError
+from quantkit.eval.engine.outliers import OutlierProfile
 from quantkit.eval.shapes import EXPERT_SHAPES, LATENT_SHAPES, PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
@@ -27,6 +29,9 @@ SHAPES = PLAIN_SHAPES | EXPERT_SHAPES | LATENT_SHAPES
 # Activations of a random MLP have no few outlier columns, as trained ones have: with weights twice as large, thousands
 # of tokens would put a value of 6 into every column, and LLM.int8 would compute everything in 16 bit.
 _SPREAD = 0.01
+# With a profile of outliers: weights of all norms, and how many times as large those of outlier columns are; how large
+# values are, so that their mean over a context is an outlier still, and products of gate and up.
+_ORDINARY_NORM, _LARGE_NORM, _LARGE_VALUE, _LARGE_PRODUCT = 0.5, 32.0, 1000.0, 20.0
 # Experts of a layer whose quantized weights differ; others are copies of them. Memory that is read is each one's own.
 _DISTINCT = 4
 
@@ -44,9 +49,13 @@ class RandomWeights:
         *,
         zeros: bool = False,
         experts_alone: bool = False,
+        outliers: OutlierProfile | None = None,
     ) -> None:
         """Every linear in one format, or those of experts alone; None: as it is. `zeros`: of blocks, instead of weights
-        at random."""
+        at random. `outliers`: columns that linears read have some, as many as a profile says."""
+        if outliers is not None and any(config.latent or stage.routed for stages in config.stages for stage in stages):
+            raise InputError("--outliers is for shapes without experts and latent attention; leave it out")
+        self._outliers = outliers
         self._config = config
         self._of_experts = fmt
         self._format = None if experts_alone else fmt  # of all others
@@ -97,13 +106,13 @@ class RandomWeights:
         norm, of_head = self._ones(config.hidden), self._ones(config.head_dim) if config.family.qk_norm else None
         biased = config.family.qkv_bias  # as a silent config.json means it
         return Block(
-            before_attention=norm,
+            before_attention=self._norm(norm, "qkv"),
             qkv=self._of_stage(by_role["qkv"], self._format, biased=biased in ("always", "assumed")),
             q_norm=of_head,
             k_norm=of_head,
             output=self._of_stage(by_role["output"], self._format, biased=biased == "assumed"),
             after_attention=None,
-            before_mlp=norm,
+            before_mlp=self._norm(norm, "gate_up"),
             mlp=self._mlp(by_role),
             after_mlp=None,
             latent=None if config.latent is None else self._latent(by_role, config.latent),
@@ -179,12 +188,35 @@ class RandomWeights:
         outputs, inputs = self._config.outputs(stage), self._config.inputs(stage)
         bias = self._random(sum(outputs)) if biased else None
         if fmt is None:
-            return Linear((self._weight(sum(outputs), inputs),), bias)
-        weights: list[LinearWeight] = [
-            prepare(fmt, fmt.quantize(self._weight(rows, inputs)), self._dtype) for rows in outputs
-        ]
+            return Linear((self._with_large_rows(self._weight(sum(outputs), inputs), stage.role, outputs[-1]),), bias)
+        weights: list[LinearWeight] = []
+        for number, rows in enumerate(outputs, 1):
+            weight = self._weight(rows, inputs)
+            if number == len(outputs):
+                weight = self._with_large_rows(weight, stage.role, rows)
+            weights.append(prepare(fmt, fmt.quantize(weight), self._dtype))
         joined = join(weights)
         return Linear(tuple(weights) if joined is None else (joined,), bias)
+
+    def _norm(self, ones: Tensor, role: str) -> Tensor:
+        """The one before a stage."""
+        if self._outliers is None:
+            return ones
+        norm = ones * _ORDINARY_NORM
+        norm[: self._outliers.columns(role, len(norm))] *= _LARGE_NORM
+        return norm
+
+    def _with_large_rows(self, weight: Tensor, role: str, last: int) -> Tensor:
+        """Outlier columns of the output and of down are outputs of values and of up, the `last` rows of their stage."""
+        if self._outliers is not None and role in ("qkv", "gate_up"):
+            norm = self._norm(self._ones(weight.shape[1]), role)
+            usual = _SPREAD * float(norm.norm())  # an output's size; half of it comes through the gate
+            follows, factor = ("output", _LARGE_VALUE / usual)
+            if role == "gate_up":
+                follows, factor = "down", 2 * _LARGE_PRODUCT / usual**2
+            begin = len(weight) - last
+            weight[begin : begin + self._outliers.columns(follows, last)] *= factor
+        return weight
 
     def _weight(self, rows: int, columns: int) -> Tensor:
         if self._zeros:

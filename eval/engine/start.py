@@ -5,11 +5,13 @@ Where a model may be either, a shape is written `shape:NAME:FORMAT`, such as sha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from quantkit.errors import InputError, did_you_mean
+from quantkit.eval.engine.outliers import OutlierProfile
 from quantkit.eval.engine.results import Started
 from quantkit.eval.engine.run import SHORT_PROMPT, WARM_UP_TOKENS, Load, run_load, seconds_since_process_start
 from quantkit.eval.engine.shape_formats import check_format_name, shape_format
@@ -52,13 +54,19 @@ def formats_of(model: str, asked: list[str]) -> list[str]:
 
 
 def start(
-    model: str, format_name: str, options: EngineOptions, *, first: bool, zeros: bool = False
+    model: str,
+    format_name: str,
+    options: EngineOptions,
+    *,
+    first: bool,
+    zeros: bool = False,
+    outliers: OutlierProfile | None = None,
 ) -> tuple[Engine, Started]:
     """An engine for a checkpoint, or for a shape in a format of `formats_of`, with weights at random or of zeros."""
     if format_name == CHECKPOINT:
         return start_checkpoint(model, options, first=first)
     fmt, described = _format(model, format_name, options), f"{format_name}, zeros" if zeros else format_name
-    return start_shape(model, fmt, options, first=first, described=described, zeros=zeros)
+    return start_shape(model, fmt, options, first=first, described=described, zeros=zeros, outliers=outliers)
 
 
 def start_checkpoint(model: str, options: EngineOptions, *, first: bool) -> tuple[Engine, Started]:
@@ -79,6 +87,7 @@ def start_shape(
     first: bool,
     described: str | None = None,
     zeros: bool = False,
+    outliers: OutlierProfile | None = None,
 ) -> tuple[Engine, Started]:
     """The same with random weights; every linear, or every expert, is in one format, or as it is."""
     stages, raw = Stages(), SHAPES[shape]
@@ -86,12 +95,16 @@ def start_shape(
     dtype = options.torch_dtype("bfloat16")
     alone = shape in QUANTIZED_EXPERTS
     weights = RandomWeights(
-        config, fmt, dtype, options.torch_device, options.head_bits, zeros=zeros, experts_alone=alone
+        *(config, fmt, dtype, options.torch_device, options.head_bits),
+        zeros=zeros,
+        experts_alone=alone,
+        outliers=outliers,
     )
     draft = _shape_draft(config, dtype, options)
     engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages, draft=draft)
     name = described or (fmt.describe() if fmt else str(dtype)[6:])
-    return engine, _started(engine, shape, name, stages, first)
+    started = _started(engine, shape, name, stages, first)
+    return engine, replace(started, outliers=None if outliers is None else outliers.name)
 
 
 def _started(engine: Engine, model: str, described: str, stages: Stages, first: bool) -> Started:

@@ -169,10 +169,17 @@ def _numbers(text: str) -> list[int]:
 @click.argument("model", required=False)
 @click.option("--shape", metavar="S", help=f"A model's shape with random weights; default: {DEFAULT_SHAPE}.")
 @click.option("--format", "formats", multiple=True, metavar="F", help=_SHAPE_FORMATS)
-@click.option("--batch", default="1,8,32,256", show_default=True, metavar="N", help="Concurrent requests.")
+@click.option(
+    "--batch", default="1,8,32,256", show_default=True, metavar="N", help="Concurrent requests; fit: as many as fit."
+)
 @click.option("--prompt-len", type=click.IntRange(min=1), help="Default: 128, for 256 requests and more 512.")
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Tokens per answer.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the prompts' random tokens.")
+@click.option(
+    "--outliers",
+    metavar="PROFILE",
+    help="Of a shape: columns with outliers as LLM.int8 knows them: none, trained, demo or all.",
+)
 @click.option("--no-tables", is_flag=True, help="Take estimated kernels, as if this GPU had never been measured.")
 @click.option(
     "--zero-weights",
@@ -191,6 +198,7 @@ def engine(
     prompt_len: int | None,
     new_tokens: int,
     seed: int,
+    outliers: str | None,
     no_tables: bool,
     zero_weights: bool,
     output: Path | None,
@@ -206,17 +214,19 @@ def engine(
     quantkit bench engine demo --batch 1,4 --prompt-len 32 --new-tokens 16 --device cpu
     quantkit bench engine --format w4 --speculative draft=shape:llama-3.2-1b:w4,k=4
     quantkit bench engine --format w4 --no-tables
+    quantkit bench engine --format fp8 --kv-dtype fp8 --batch fit --prompt-len 500 --new-tokens 2000
+    quantkit bench engine --format llm-int8,bf16 --batch 256 --outliers all
 
     All requests arrive at once, greedy, the end token ignored. Protocol:
     docs/performance/bench.md.
     """
-    from quantkit.cli.bench_engine import check_shape_name, measure_engines, print_rows, where_rows_go
+    from quantkit.cli.bench_engine import batches_of, check_shape_name, measure_engines, print_rows, where_rows_go
 
     if model is not None and shape is not None:
         raise InputError("give a MODEL or a --shape, not both")
     check_shape_name(shape)
     path = where_rows_go(output, not no_save)
-    named, sizes = model or shape or DEFAULT_SHAPE, _numbers(batch)
+    named, sizes = model or shape or DEFAULT_SHAPE, batches_of(batch)
     rows = measure_engines(
         named,
         _split(*formats),
@@ -228,6 +238,7 @@ def engine(
         zeros=zero_weights,
         seed=seed,
         tables=not no_tables,
+        outliers=outliers,
     )
     if as_json:
         print_json(

@@ -16,9 +16,13 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.wording import human_bytes
 
 if TYPE_CHECKING:
+    from quantkit.eval.engine.outliers import OutlierProfile
     from quantkit.eval.engine.results import EngineRow
 
 LONG_PROMPT, LONG_FROM, SHORT_PROMPT = 512, 256, 128  # tokens, for so many requests and more; tokens otherwise
+FIT = 0  # as a number of requests: as many as the cache holds
+MOST_THAT_FIT = 2048  # unless --max-sequences says otherwise
+FULL = 0.9  # of a cache: a row says so
 SPARE = 16  # tokens of cache for each request that guesses: drafts are cut short where no page is left
 
 
@@ -34,26 +38,37 @@ def measure_engines(
     zeros: bool = False,
     seed: int = 0,
     tables: bool = True,
+    outliers: str | None = None,
 ) -> list[EngineRow]:
-    """A row for every format and batch; without `tables`, kernels are those of a GPU that nobody has measured."""
+    """A row for every format and batch; without `tables`, kernels are those of a GPU that nobody has measured.
+    `outliers` names a profile (`eval/engine/outliers.py`)."""
+    from quantkit.eval.engine.outliers import profile_named
     from quantkit.eval.engine.run import Load
     from quantkit.eval.engine.start import CHECKPOINT, formats_of
     from quantkit.kernels.linear.dispatch import hidden_tables
     from quantkit.runtime.core.options import EngineOptions
 
-    if not batches or min(batches) < 1:
-        raise InputError(f"--batch is {list(batches)}, but must be 1 or more")
-    loads = [Load(size, prompt or (LONG_PROMPT if size >= LONG_FROM else SHORT_PROMPT), new) for size in batches]
+    long = [size == FIT or size >= LONG_FROM for size in batches]
+    loads = [
+        Load(size, prompt or (LONG_PROMPT if many else SHORT_PROMPT), new)
+        for size, many in zip(batches, long, strict=True)
+    ]
     longest = max(load.prompt + load.new for load in loads)
     longest += SPARE if options["speculative"] else 0
-    most = options["max_sequences"] or max(max(batches), 1)
+    most = options["max_sequences"] or (MOST_THAT_FIT if FIT in batches else max(batches))
     chosen = EngineOptions(**(options | {"max_sequences": most, "max_context": options["max_context"] or longest}))
     names = formats_of(model, formats)
     if zeros and names == [CHECKPOINT]:
         raise InputError(f"--zero-weights is for a --shape; '{model}' has weights of its own")
+    profile = None
+    if outliers is not None:
+        profile = profile_named(outliers)
+        if names == [CHECKPOINT] or zeros:
+            raise InputError("--outliers is for a --shape with random weights; leave it out")
     rows = []
     with progress_bar("engine") as advance, nullcontext() if tables else hidden_tables():
-        for row in _rows(model, names, loads, chosen, path, zeros, seed, "" if tables else ", estimated kernels"):
+        how = "" if tables else ", estimated kernels"
+        for row in _rows(model, names, loads, chosen, path, zeros, seed, how, profile):
             rows.append(row)
             advance(f"{row.started.format} b{row.times.load.batch}", len(names) * len(loads))
     return rows
@@ -68,21 +83,25 @@ def _rows(
     zeros: bool,
     seed: int,
     how: str,
+    outliers: OutlierProfile | None,
 ) -> Iterator[EngineRow]:
     import torch
 
     from quantkit.eval.engine import results
-    from quantkit.eval.engine.run import measure, measure_bandwidth
+    from quantkit.eval.engine.run import as_many_as_fit, measure, measure_bandwidth
     from quantkit.eval.engine.start import peak_memory, start
 
     device = options.torch_device
     bandwidth = None
     for place, name in enumerate(formats):
-        engine, started = start(model, name, options, first=place == 0, zeros=zeros)
+        engine, started = start(model, name, options, first=place == 0, zeros=zeros, outliers=outliers)
         started = replace(started, format=started.format + how)
         if bandwidth is None:
             bandwidth = measure_bandwidth(device)
         for load in loads:
+            if load.batch == FIT:
+                spare = SPARE if engine.speculation.on else 0
+                load = replace(load, batch=as_many_as_fit(engine, load.prompt, load.new + spare))
             row = results.EngineRow(started, measure(engine, load, bandwidth, seed=seed), peak_memory(device))
             if path:
                 described = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -93,6 +112,17 @@ def _rows(
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+
+def batches_of(text: str) -> list[int]:
+    """--batch as numbers; FIT for `fit`."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    wrong = [word for word in words if word != "fit" and not (word.isdecimal() and int(word) > 0)]
+    if wrong or not words:
+        raise InputError(
+            f"--batch is '{text}', but must be numbers such as 1,8,256, or fit: as many as the cache holds"
+        )
+    return [FIT if word == "fit" else int(word) for word in words]
 
 
 def check_shape_name(shape: str | None) -> None:
@@ -113,6 +143,7 @@ def where_rows_go(output: Path | None, save: bool) -> Path | None:
 def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
     gaps = ("ms/token p50", "p95", "p99")
     guessing = any(row.started.speculative for row in rows)
+    outliers = rows[0].started.outliers
     last = ("tokens/step", "guesses right %") if guessing else ("% of limit",)
     columns = ("format", "batch", "prompt + new", "tokens/s", "first token ms", *gaps, *last)
     table = []
@@ -125,6 +156,7 @@ def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
         times = [cells[name] for name in ("ttft_ms_median", "gap_ms_p50", "gap_ms_p95", "gap_ms_p99")]
         table.append((cells["format"], cells["batch"], sizes, cells["tokens_per_second"], *times, *ends))
     how = f", {rows[0].started.speculative}" if guessing else ""
+    how += "" if outliers is None else f", outliers {outliers}"
     print_table(f"{rows[0].started.model}{how}: output tokens per second", columns, table)
     for started in dict.fromkeys(row.started.format for row in rows):
         row = next(row for row in rows if row.started.format == started)
@@ -134,10 +166,21 @@ def print_rows(rows: Sequence[EngineRow], path: Path | None) -> None:
         memory = f"weights {human_bytes(row.started.weights)}, cache for {row.started.kv_tokens:,} tokens"
         click.echo(f"{started}: {memory}; ready in {row.started.ready:.1f} s ({stages}){since}")
     for row in rows:
+        if row.times.held < row.times.load.batch or row.times.cache_used > FULL:
+            click.echo(_describe_held(row))
         if row.times.idle:
             click.echo(_describe_idle(row))
     if path:
         click.echo(f"appended to {path}")
+
+
+def _describe_held(row: EngineRow) -> str:
+    load, held = row.times.load, row.times.held
+    waited = f", {load.batch - held:,} waited" if held < load.batch else ""
+    return (
+        f"{row.started.format} batch {load.batch:,}: {held:,} requests of {load.prompt:,} + {load.new:,} tokens held"
+        f"{waited}; {row.times.cache_used:.0%} of the cache in use"
+    )
 
 
 def _describe_idle(row: EngineRow) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from quantkit.errors import InputError
@@ -110,12 +111,12 @@ class SamplingParams:
         """Whether the likeliest token is taken each time, so that nothing is random."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def penalized(self) -> bool:
         """Whether tokens that were there before count differently."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
+    @cached_property
     def shapes_logits(self) -> bool:
         """Whether the logits change before a token is chosen, even a greedy one."""
         return self.penalized or bool(self.logit_bias) or self.min_tokens > 0 or self.watermark is not None

@@ -108,6 +108,11 @@ class Sequence:
         return len(self.tokens) + self.num_pending
 
     @property
+    def num_missing(self) -> int:
+        """Tokens that exist and are not computed."""
+        return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
     def answer(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
 
@@ -127,8 +132,12 @@ class Sequence:
 
         What was computed reaches beyond the tokens that exist while guesses are being verified.
         """
-        must_see = self.waits or self.guide is not None or self.speculates or self.num_computed >= self.length
-        return self.at_limit or (self.num_pending > 0 and must_see)
+        pending = self.num_pending
+        length = len(self.tokens) + pending
+        if length - len(self.prompt) >= self.max_new:
+            return True
+        must_see = self.waits or self.guide is not None or self.speculates or self.num_computed >= length
+        return pending > 0 and must_see
 
     def digest_of(self, page: int, page_size: int) -> Digest:
         """Of its page with this number, which must be full of known tokens."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +20,7 @@ def guess_in_row(number: int) -> int:
     return FROM_ROW - 1 - number
 
 
-@dataclass(frozen=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A sequence's part of a step: `num_tokens` tokens from position `start`; the last one's successor is sampled where
     `samples` is set. The last ones may be a `draft`: guesses, behind each of which a token is sampled too.
 
@@ -78,7 +79,7 @@ class StepPlan:
 
     def without_trees(self) -> StepPlan:
         """Trees become chains of the same length: beside prompts, attention knows no trees."""
-        return replace(self, scheduled=[replace(work, parents=()) if work.parents else work for work in self.scheduled])
+        return replace(self, scheduled=[work._replace(parents=()) if work.parents else work for work in self.scheduled])
 
     def with_guesses(self, drafts: Mapping[int, tuple[int, ...]], proposals: Mapping[int, Tensor]) -> StepPlan:
         """By sequence id: guesses that the host must know, and the logits that guesses were drawn from."""
@@ -86,12 +87,13 @@ class StepPlan:
             return self
         scheduled = self.scheduled
         if drafts:
-            scheduled = [replace(work, draft=drafts.get(work.sequence.id, work.draft)) for work in scheduled]
+            scheduled = [work._replace(draft=drafts.get(work.sequence.id, work.draft)) for work in scheduled]
         return replace(self, scheduled=scheduled, proposals=dict(proposals))
 
-    @property
+    @cached_property
     def has_trees(self) -> bool:
-        return any(work.parents for work in self.scheduled)
+        """Asked for when all is scheduled."""
+        return bool([work for work in self.scheduled if work.parents])
 
     @property
     def answers_only(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,8 +82,7 @@ class Launched:
     rows: StepRows | None = None  # what the device knows before the host does
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A token that came back."""
 
     token: int
@@ -90,8 +90,7 @@ class Sampled:
     top: list[tuple[int, float]] | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came back for one sequence: the tokens of its draft that were right, and the one that follows. `path` has
     the numbers of these guesses."""
 

@@ -23,7 +23,7 @@ from quantkit.runtime.core.step_plan import MOST_GUESSES
 from quantkit.runtime.core.step_result import LogitsRows
 from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.peers import Alone, Peers
-from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.device.step_inputs import StepInputs, in_one
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
 
@@ -48,7 +48,7 @@ class Key:
 
 def graph_sizes(most: int) -> list[int]:
     """Padded batch sizes: fine steps where a row costs most."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 1025, 32)]
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 1025, 32), *range(1088, most, 64)]
     return [*(size for size in steps if size < most), most]
 
 
@@ -136,12 +136,12 @@ class StepGraphs:
         """Every token of the step is one behind which a token is sampled."""
         counts = inputs.num_new
         key = self.prepare(len(counts), max(counts), bool(inputs.ancestors))
-        numbers = _padded_numbers(inputs, counts, key, self._device_rows.padding)
+        numbers = padded_numbers(inputs, counts, key, self._device_rows.padding)
         fixed, queries = len(numbers), key.new
-        logits_rows = [sequence * queries + queries - count + new for sequence, count in enumerate(counts)
-                       for new in range(count)]  # fmt: skip
-        host = torch.tensor(numbers + (logits_rows if queries > 1 else []), dtype=torch.int64).pin_memory()
-        sent = host.to(self._device_rows.device, non_blocking=True)
+        if queries > 1:
+            numbers += [sequence * queries + queries - count + new for sequence, count in enumerate(counts)
+                        for new in range(count)]  # fmt: skip
+        sent = self._device_rows.to_device(numbers)
         self._numbers[:fixed].copy_(sent[:fixed])
         self._graphs[key].replay()
         _, positions, _, _, rows, _ = self._columns(key)
@@ -192,7 +192,7 @@ def _padding(row: int) -> tuple[int, ...]:
     return (0, 0, 0, 0, row, _PADDED_CONTEXT)
 
 
-def _padded_numbers(inputs: StepInputs, counts: list[int], key: Key, nobody: int) -> list[int]:
+def padded_numbers(inputs: StepInputs, counts: list[int], key: Key, nobody: int) -> list[int]:
     """Ids, positions, KV slots and ancestors with padding in front of each sequence's, then rows and contexts."""
     missing = key.sequences - len(counts)
     columns: list[list[int]] = []
@@ -202,7 +202,7 @@ def _padded_numbers(inputs: StepInputs, counts: list[int], key: Key, nobody: int
     columns.append([*_seen_behind_padding(inputs, counts, key.new), *[0] * (missing * key.new)] if key.tree else [])
     columns.append([*inputs.rows, *[nobody] * missing])
     columns.append([*inputs.contexts, *[_PADDED_CONTEXT] * missing])
-    return [number for column in columns for number in (*column, *[0] * (len(column) % 2))]
+    return in_one(columns)
 
 
 def _spread(column: list[int], starts: list[int], counts: list[int], new: int) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.runtime.core.step_result import LogitsRows
 from quantkit.runtime.device.decode_graphs import capture_graph
 from quantkit.runtime.device.device_rows import LONGEST_PADDING, DeviceRows
-from quantkit.runtime.device.step_inputs import StepInputs
+from quantkit.runtime.device.step_inputs import StepInputs, in_one
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
 
@@ -42,7 +42,8 @@ class PromptGraphs:
         self._cache = cache
         self._device_rows = device_rows
         self._pool = pool
-        self._sequences = sorted({1 + min(_FEW, device_rows.num_rows), 1 + device_rows.num_rows})
+        most = min(device_rows.num_rows, MOST_TOKENS)  # each has a token
+        self._sequences = sorted({1 + min(_FEW, most), 1 + most})
         device, config = device_rows.device, decoder.config
         self._numbers = torch.zeros(4 * MOST_TOKENS + 3 * device_rows.num_rows + 8, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(MOST_TOKENS, config.hidden, dtype=decoder.weights.dtype, device=device)
@@ -107,21 +108,20 @@ class PromptGraphs:
 
 
 def _padded_numbers(inputs: StepInputs, key: PromptKey, nobody: int, page_size: int) -> list[int]:
-    """The columns of a step, each of an even length, so that it begins on 16 bytes."""
+    """The columns of a step in one."""
     tokens, sequences = len(inputs.ids), len(inputs.rows)
     padding, unused = key.tokens - tokens, key.sequences - sequences - 1
     slots_in_page = [at % page_size for at in range(padding)]  # all of the padding page, so that it holds numbers
-    token_rows = [row for row, count in zip(inputs.rows, inputs.num_new, strict=True) for _ in range(count)]
     columns = (
         [*inputs.ids, *[0] * padding],
         [*inputs.positions, *[0] * padding],
         [*inputs.kv_slots, *slots_in_page],
-        [*token_rows, *[nobody] * padding],
+        [*inputs.token_rows, *[nobody] * padding],
         [*inputs.rows, *[nobody] * (unused + 1)],
         [*inputs.contexts, *[1] * unused, max(padding, 1)],
         [*inputs.starts, *[tokens] * unused, key.tokens],
     )
-    return [number for column in columns for number in (*column, *[0] * (len(column) % 2))]
+    return in_one(columns)
 
 
 def _even(length: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.runtime.core.sequence import Sequence
+from quantkit.runtime.core.sequence import Sequence, Status
 from quantkit.runtime.core.step_plan import Scheduled, StepPlan
 from quantkit.runtime.core.step_result import Launched, LogitsRows, Outcome, PromptLogprobs, Sampled, Samples, StepRows
 from quantkit.runtime.device.decode_graphs import Key
@@ -138,19 +138,21 @@ class Runner:
         if not sampling:
             return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
         logits = (self.decoder if step.all_tokens else self.part.decoder).logits(rows.hidden)
-        if any(work.sequence.finished for work in sampling):  # while the step was on its way: its row is another's
+        finished = Status.FINISHED
+        if [work for work in sampling if work.sequence.status is finished]:  # meanwhile: its row is another's
             alive = [row for row, owner in enumerate(_owners(sampling)) if not owner.finished]
             sampling = [work for work in sampling if not work.sequence.finished]
             logits, rows = logits[alive], _some_rows(rows, alive)
         if not sampling:
             return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
         owners = _owners(sampling)
-        shaped = any(one.guide is not None or one.params.shapes_logits for one in owners)
+        drafted = len(owners) > len(sampling)
+        shaped = drafted and any(one.guide is not None or one.params.shapes_logits for one in owners)
         guesses = [before for work in sampling for before in work.guesses_before_rows()] if shaped else None
         proposed = proposed_guesses(plan, sampling, rows.ids) if plan.proposals else None
         samples = self._sampler(logits, owners, rows.owner_rows, rows.positions, guesses, proposed, rows.ids)
         self.device_rows.tokens[rows.owner_rows, 0] = samples.tokens
-        verified = rows.ids if any(work.draft for work in sampling) else None
+        verified = rows.ids if drafted else None
         launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)
         return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens))
 
@@ -160,6 +162,9 @@ class Runner:
             launched.done.synchronize()
         tokens = launched.samples.tokens.tolist()
         verified = [] if launched.verified is None else launched.verified.tolist()
+        if launched.samples.logprobs is None and not verified:
+            return [Outcome(work, [Sampled(token)], (), row)
+                    for row, (work, token) in enumerate(zip(launched.sampling, tokens, strict=True))]  # fmt: skip
         describe = describer(launched.samples)
         found, row = [], 0
         for work in launched.sampling:
@@ -225,7 +230,9 @@ class Runner:
 
 def _owners(sampling: list[Scheduled]) -> list[Sequence]:
     """Of every row behind which a token is sampled."""
-    return [work.sequence for work in sampling for _ in range(len(work.draft) + 1)]
+    if [work for work in sampling if work.draft]:
+        return [work.sequence for work in sampling for _ in range(len(work.draft) + 1)]
+    return [work.sequence for work in sampling]
 
 
 def _some_rows(rows: LogitsRows, at: list[int]) -> LogitsRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quantkit.runtime.core.step_plan import FROM_ROW, Scheduled, StepPlan
@@ -29,11 +30,25 @@ class StepInputs:
     @property
     def num_new(self) -> list[int]:
         """New tokens of every sequence."""
+        if self.one_each:
+            return [1] * len(self.rows)
         return [after - before for before, after in zip(self.starts, self.starts[1:], strict=False)]
 
     @property
+    def token_rows(self) -> list[int]:
+        """Of every token, the row of its sequence."""
+        if self.one_each:
+            return self.rows
+        return [row for row, count in zip(self.rows, self.num_new, strict=True) for _ in range(count)]
+
+    @property
+    def one_each(self) -> bool:
+        """Whether every sequence has one new token."""
+        return len(self.ids) == len(self.rows)
+
+    @property
     def max_queries(self) -> int:
-        return max(self.num_new, default=1)
+        return 1 if self.one_each else max(self.num_new)
 
 
 @dataclass(frozen=True)
@@ -66,26 +81,31 @@ class PageMoves:
         return bool(self.dropped or self.out or self.back or self.copies)
 
 
+_NOBODY = -1  # is no sequence's id
+
+
 class TableChanges:
     """Remembers which page numbers the device has, so that only new ones travel."""
 
     def __init__(self, num_rows: int, table_width: int) -> None:
         self._width = table_width
         self._sent: list[list[int]] = [[] for _ in range(num_rows)]  # pages of every row, as the device knows them
-        self._state: list[tuple[int, ...]] = [()] * num_rows  # of whose pages these are: while it stays, none changes
+        self._owners = [_NOBODY] * num_rows  # ids of the sequences that these belong to
+        self._versions = [0] * num_rows  # of a sequence's pages: while it stays, none of them changes
 
     def of(self, plan: StepPlan) -> tuple[list[int], list[int]]:
         """Flat index and page, where the page table must change for a step."""
         index: list[int] = []
         numbers: list[int] = []
         for work in plan.scheduled:
-            sequence, row, pages = work.sequence, work.sequence.row, work.sequence.pages
-            state = (sequence.id, sequence.num_preemptions, sequence.num_replaced)
-            if state == self._state[row]:
+            sequence = work.sequence
+            row, pages = sequence.row, sequence.pages
+            version = sequence.num_preemptions + sequence.num_replaced  # which only grow
+            if sequence.id == self._owners[row] and version == self._versions[row]:
                 same = len(self._sent[row])
             else:
                 same = self._unchanged(row, pages)
-                self._state[row], self._sent[row] = state, pages[:same]
+                self._owners[row], self._versions[row], self._sent[row] = sequence.id, version, pages[:same]
             if same < len(pages):
                 index += range(row * self._width + same, row * self._width + len(pages))
                 numbers += pages[same:]
@@ -95,7 +115,7 @@ class TableChanges:
     def forget(self) -> None:
         """Nobody knows what the device has: every row is sent whole when it is next needed."""
         self._sent = [[] for _ in self._sent]
-        self._state = [()] * len(self._sent)
+        self._owners = [_NOBODY] * len(self._sent)
 
     def _unchanged(self, row: int, pages: list[int]) -> int:
         """As many as both know, where all of these are the same."""
@@ -111,6 +131,8 @@ class InputMaker:
         self._page_size = page_size
 
     def make(self, plan: StepPlan) -> StepInputs:
+        if not [work for work in plan.scheduled if work.num_tokens > 1 or not work.samples]:
+            return self._answers(plan)
         inputs = StepInputs()
         size, trees = self._page_size, plan.has_trees
         for work in plan.scheduled:
@@ -130,6 +152,35 @@ class InputMaker:
                 inputs.logits_rows += range(inputs.starts[-1] - 1 - len(work.draft), inputs.starts[-1])
                 inputs.owner_rows += [sequence.row] * (len(work.draft) + 1)
         return inputs
+
+    def _answers(self, plan: StepPlan) -> StepInputs:
+        """Of a step in which every sequence has one new token, as in most steps."""
+        size, count = self._page_size, len(plan.scheduled)
+        sequences = [work.sequence for work in plan.scheduled]
+        positions = [work.start for work in plan.scheduled]
+        each = list(zip([one.tokens for one in sequences], [one.pages for one in sequences], positions, strict=True))
+        rows = [one.row for one in sequences]
+        return StepInputs(
+            ids=[tokens[at] if at < len(tokens) else FROM_ROW for tokens, _, at in each],
+            positions=positions,
+            kv_slots=[pages[at // size] * size + at % size for _, pages, at in each],
+            rows=rows,
+            contexts=[at + 1 for at in positions],
+            starts=list(range(count + 1)),
+            logits_rows=list(range(count)),
+            owner_rows=rows,
+        )
+
+
+def in_one(columns: Iterable[list[int]]) -> list[int]:
+    """Columns behind each other, each of an even length, so that it begins on 16 bytes: Triton compiles a kernel again
+    for pointers that do not."""
+    numbers: list[int] = []
+    for column in columns:
+        numbers += column
+        if len(column) % 2:
+            numbers.append(0)
+    return numbers
 
 
 def _tree_positions(work: Scheduled) -> list[int]:

@@ -22,7 +22,7 @@ from quantkit.devices import on_device
 from quantkit.errors import InputError
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence
+from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence, Status
 from quantkit.runtime.core.step_plan import StepPlan
 from quantkit.runtime.core.step_result import NO_TOKEN, PromptLogprobs, Sampled
 from quantkit.runtime.core.token_output import TokenOutput
@@ -189,7 +189,8 @@ class Engine:
             return None
         now = time.monotonic()
         for work in plan.scheduled:
-            work.sequence.started = work.sequence.started or now
+            if work.sequence.started is None:
+                work.sequence.started = now
         plan = self.speculation.begin(plan)
         self.steps += 1
         flight = self.runner.launch(plan)
@@ -255,29 +256,31 @@ class Engine:
         if ready.plan.has_trees:
             self.runner.keep_paths(outcomes)
         self.speculation.end(ready, outcomes)
-        for outcome in outcomes:
-            sequence = outcome.scheduled.sequence
-            in_order = outcome.path == tuple(range(outcome.num_accepted))
-            self.scheduler.settle(outcome.scheduled, outcome.num_accepted, in_order)
-            for sampled in outcome.tokens:
-                if not sequence.finished:
+        finished = Status.FINISHED
+        for work, tokens, path, _ in outcomes:
+            sequence = work.sequence
+            self.scheduler.settle(work, len(path), path == tuple(range(len(path))) if path else True)
+            for sampled in tokens:
+                if sequence.status is not finished:
                     self._advance(sequence, sampled)
         self._at_work = None
 
     def _advance(self, sequence: Sequence, sampled: Sampled) -> None:
         """A token has arrived: what it means for its sequence."""
-        if sampled.token == NO_TOKEN:
+        token, tokens = sampled.token, sequence.tokens
+        if token == NO_TOKEN:
             self.scheduler.pool.withdraw(sequence.pages)
             self._give_up(sequence, "the model's logits are not finite")
             return
         request, index = self._owners[sequence.id]
-        sequence.tokens.append(sampled.token)
+        tokens.append(token)
         self.generated += 1
-        self.scheduler.publish(sequence)
-        reason, cause = why_ends(sequence, sampled.token, self.config.eos)
+        if len(tokens) % self.memory.page_size == 0:
+            self.scheduler.publish(sequence)
+        reason, cause = why_ends(sequence, token, self.config.eos)
         if reason is not None:
             self._end(sequence, reason)
-        found = TokenOutput(request.id, index, sampled.token, sampled.logprob, sampled.top, reason, cause)
+        found = TokenOutput(request.id, index, token, sampled.logprob, sampled.top, reason, cause)
         self._outputs.append(found)
 
     def _give_up(self, sequence: Sequence, why: str) -> None:

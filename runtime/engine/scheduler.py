@@ -66,36 +66,41 @@ class Scheduler:
         """The next step. Everything in it counts as computed from now on."""
         plan = StepPlan([])
         budget = self.limits.tokens
-        answers = self._answers()
-        answering = min(answers, sum(not one.must_wait and one.length - one.num_computed == 1 for one in self.running))
-        for sequence in list(self.running):
-            if sequence.status is not Status.RUNNING or sequence.must_wait:
+        ready, running = [one for one in self.running if not one.must_wait], Status.RUNNING
+        counts = [one.num_missing for one in ready]
+        answering = self._answers(counts)
+        for sequence, missing in zip(ready, counts, strict=True):
+            if sequence.status is not running:  # it gave way to one before it
                 continue
-            missing = sequence.length - sequence.num_computed
             if missing == 1:
-                if answers == 0:
+                if answering == 0:
                     continue
-                answers -= 1
                 answering -= 1
+                if budget > 0 and self._answer(sequence, plan):
+                    budget -= 1
+                    continue
             # A long prompt leaves a token for each answer behind it, but those in front always go on.
             count = min(missing, max(budget - answering, 1), budget)
             if count > 0:
-                draft = self._affordable_draft(sequence, budget - answering - 1) if missing == 1 else ()
+                drafts = missing == 1 and sequence.draft
+                draft = self._affordable_draft(sequence, budget - answering - 1) if drafts else ()
                 budget -= self._extend(sequence, count, plan, draft)
         while budget > 0 and self.waiting and self._free_rows and not plan.preempted:
             taken = self._admit(self.waiting[0], budget, plan)
             if taken == 0:
                 break
             budget -= taken
-        return plan if plan.answers_only else plan.without_trees()
+        return plan.without_trees() if plan.has_trees and not plan.answers_only else plan
 
     def publish(self, sequence: Sequence) -> None:
-        """Offers full pages of known tokens to others. Call when tokens of the sequence have become known."""
+        """Offers full pages of known tokens to others. Call when tokens of the sequence have become known, if they fill
+        a page."""
         size = self.pool.page_size
         full = min(len(sequence.tokens), sequence.num_computed) // size
-        for page in range(sequence.num_published, full):
-            self.pool.publish(sequence.pages[page], sequence.digest_of(page, size))
-        sequence.num_published = max(sequence.num_published, full)
+        if full > sequence.num_published:
+            for page in range(sequence.num_published, full):
+                self.pool.publish(sequence.pages[page], sequence.digest_of(page, size))
+            sequence.num_published = full
 
     def settle(self, work: Scheduled, accepted: int, in_order: bool = True) -> None:
         """A step's tokens have come back. So many of a draft were right: the others were never there, and their pages
@@ -104,7 +109,7 @@ class Scheduler:
         Call before the tokens become known. A sequence that was preempted meanwhile has no pages, or keeps them on the
         host; there the right ones must stand in front (`in_order`), else everything is computed anew.
         """
-        sequence, wrong = work.sequence, len(work.draft) - accepted
+        sequence, wrong, size = work.sequence, len(work.draft) - accepted, self.pool.page_size
         sequence.num_pending -= 1
         if sequence.swapped is not None:
             sequence.swapped.num_computed -= wrong
@@ -112,7 +117,9 @@ class Scheduler:
                 self._drop_swapped(sequence)
         elif sequence.pages:
             sequence.num_computed -= wrong
-            self._trim(sequence, sequence.num_computed + sequence.ahead)
+            length = sequence.num_computed + sequence.ahead
+            if len(sequence.pages) * size >= length + size:
+                self._trim(sequence, length)
 
     def undo(self, plan: StepPlan) -> None:
         """The step failed: nobody may believe what it should have written, in the cache or in host memory."""
@@ -135,10 +142,30 @@ class Scheduler:
             assert sequence.num_computed <= held * size, "tokens were computed without pages"
             assert (held - 1) * size < sequence.num_computed + MOST_GUESSES, "pages are held for nothing"
 
-    def _answers(self) -> int:
-        """How many sequences may answer in one step: an equal part for each of the steps that are on their way."""
-        answering = sum(one.length - one.num_computed == 1 for one in self.running)
-        return -(-answering // self.limits.micro_batches)
+    def _answers(self, missing: list[int]) -> int:
+        """How many sequences answer in this step, of those that miss so many tokens and need not wait: an equal part
+        for each of the steps that are on their way."""
+        answering = missing.count(1)
+        if self.limits.micro_batches == 1:
+            return answering
+        every = sum(one.num_missing == 1 for one in self.running)
+        return min(answering, -(-every // self.limits.micro_batches))
+
+    def _answer(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Its next token alone, where that has room in a page of its own, as it nearly always has: False, and nothing
+        changes, where there is more to do."""
+        if sequence.draft or sequence.ahead:
+            return False
+        at, size, pages = sequence.num_computed, self.pool.page_size, sequence.pages
+        page, inside = at // size, at % size
+        if page >= len(pages) or (inside and self.pool.is_shared(pages[page])):
+            return False
+        sequence.num_computed = at + 1
+        sequence.num_pending += 1
+        plan.scheduled.append(Scheduled(sequence, at, 1, True))
+        if inside + 1 == size:
+            self.publish(sequence)
+        return True
 
     def _affordable_draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
         """As much of its draft as budget and free pages allow: guesses push nobody out."""
@@ -226,7 +253,8 @@ class Scheduler:
         """Pages of its own for all positions up to `length`; False, and nothing changes, where too few are free."""
         copies = self._shares_last_page(sequence)
         size = self.pool.page_size
-        new = self.pool.allocate(max(0, pages_for(length, size) - len(sequence.pages)) + copies)
+        wanted = max(0, pages_for(length, size) - len(sequence.pages)) + copies
+        new = self.pool.allocate(wanted) if wanted else []
         if new is None:
             return False
         if copies:
@@ -236,7 +264,8 @@ class Scheduler:
             sequence.pages[at] = own
             sequence.num_replaced += 1
         sequence.pages += new
-        self._hold_ahead(sequence, length)
+        if sequence.ahead:
+            self._hold_ahead(sequence, length)
         return True
 
     def _hold_ahead(self, sequence: Sequence, length: int) -> None:
@@ -266,7 +295,7 @@ class Scheduler:
         samples = start + count == sequence.length
         assert samples or not draft, "drafts follow the last token"
         sequence.num_computed += count + len(draft)
-        tree = sequence.tree[: len(draft)]
+        tree = sequence.tree[: len(draft)] if draft else ()
         plan.scheduled.append(Scheduled(sequence, start, count + len(draft), samples, draft, tree))
         self.publish(sequence)  # within a step, keys and values are written before anybody reads them
         sequence.num_pending += samples

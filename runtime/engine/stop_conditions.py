@@ -18,6 +18,6 @@ def why_ends(sequence: Sequence, token: int, eos: tuple[int, ...]) -> tuple[Fini
                 return "stop", None
         except QuantkitError as error:  # the grammar became too complex: the answer cannot be trusted
             return "error", str(error)
-    if sequence.num_answered >= sequence.max_new:
+    if len(sequence.tokens) - len(sequence.prompt) >= sequence.max_new:
         return "length", None
     return None, None

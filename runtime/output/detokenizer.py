@@ -174,6 +174,8 @@ class StopFilter:
 
     def push(self, text: str) -> str:
         """Text that is no part of a stop string."""
+        if not self._stops:
+            return text
         text, self._held = self._held + text, ""
         matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:

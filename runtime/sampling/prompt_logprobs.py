@@ -13,7 +13,7 @@ ROWS = 512  # at once: logits of a whole chunk would need gigabytes
 
 
 def wants_prompt_logprobs(plan: StepPlan) -> bool:
-    return any(_wanted(work) for work in plan.scheduled)
+    return any(map(_wanted, [work for work in plan.scheduled if work.sequence.needs_all_logits]))
 
 
 def prompt_logprobs(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,20 @@ class Settings:
         return Settings(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What the sequences of a batch ask for, found once for as long as the same ones answer."""
+
+    settings: Settings | None  # None: all are greedy
+    most_logprobs: int | None
+    shaped: bool  # somebody's logits change before a token is chosen
+    penalized: bool
+
+    @property
+    def only_largest(self) -> bool:
+        return self.settings is None and self.most_logprobs is None and not self.shaped
+
+
 Guesses = Ordered[tuple[int, ...]]  # in front of each row
 SAMPLED_ROWS = 512  # at a time: what is made of logits is in float32
 SHAPED_BYTES = 12  # of each logit of these rows: shaped, and log-probabilities
@@ -55,8 +69,8 @@ class Sampler:
         self._vocab = vocab
         self._num_rows = num_rows
         self._device = device
-        self._settings_of: tuple[int, ...] = ()
-        self._settings: Settings | None = None
+        self._asked_by: tuple[int, ...] = ()
+        self._asked = _Asked(None, None, shaped=False, penalized=False)
         self._answered: Tensor | None = None  # int32 [device rows, vocab]
         self._prompted: Tensor | None = None  # bool [device rows, vocab]
         self._owners: dict[int, tuple[int, int]] = {}  # device row -> sequence that the tables count, and its stay
@@ -82,10 +96,9 @@ class Sampler:
         a distribution, to be accepted by what they had been worth there. `before` [rows] are the tokens in front of
         each row, for watermarks.
         """
-        settings = None if all(one.params.greedy for one in sequences) else self._settings_for(sequences)
-        most = max((one.params.logprobs for one in sequences if one.params.logprobs is not None), default=None)
-        if len(sequences) <= SAMPLED_ROWS:
-            return self._sample(logits, sequences, owner_rows, positions, guesses, proposed, before, settings, most)
+        asked = self._look_at(sequences)
+        if len(sequences) <= SAMPLED_ROWS or asked.only_largest:
+            return self._sample(logits, sequences, owner_rows, positions, guesses, proposed, before, asked)
         found = []
         for start, stop in _parts(sequences):
             rows = slice(start, stop)
@@ -98,8 +111,7 @@ class Sampler:
                     None if guesses is None else guesses[rows],
                     None if proposed is None else proposed.within(start, stop),
                     None if before is None else before[rows],
-                    None if settings is None else settings.of(rows),
-                    most,
+                    asked if asked.settings is None else replace(asked, settings=asked.settings.of(rows)),
                 )
             )
         return joined(found)
@@ -113,12 +125,11 @@ class Sampler:
         guesses: Guesses | None,
         proposed: Proposed | None,
         before: Tensor | None,
-        settings: Settings | None,
-        most: int | None,
+        asked: _Asked,
     ) -> Samples:
-        """`settings` are None where all are greedy; `most` log-probabilities are wanted, if any."""
-        logits = raw
-        if any(sequence.params.shapes_logits or sequence.guide is not None for sequence in sequences):
+        """`asked` may be that of a larger batch, but for its settings."""
+        logits, settings, most = raw, asked.settings, asked.most_logprobs
+        if asked.shaped:
             logits = self._shaped(logits.float().clone(), sequences, guesses or [()] * len(sequences), before)
         if settings is None:
             tokens, _ = self._ops.greedy(logits)
@@ -128,15 +139,23 @@ class Sampler:
             if proposed is not None and proposed.logits_rows:
                 at = torch.tensor(proposed.logits_rows).to(self._device, non_blocking=True)
                 tokens[at] = verify(logits, proposed, *kept, self._random)
-        self._count(sequences, owner_rows, tokens)
+        if asked.penalized:
+            self._count(sequences, owner_rows, tokens)
         return Samples(tokens) if most is None else _with_logprobs(raw, tokens, most)
 
-    def _settings_for(self, sequences: Ordered[Sequence]) -> Settings:
-        key = tuple(sequence.id for sequence in sequences)
-        if key != self._settings_of or self._settings is None:
-            self._settings = settings_of(sequences, [sequence.seed for sequence in sequences], self._device)
-            self._settings_of = key
-        return self._settings
+    def _look_at(self, sequences: Ordered[Sequence]) -> _Asked:
+        key = tuple([sequence.id for sequence in sequences])
+        if key != self._asked_by:
+            params = [sequence.params for sequence in sequences]
+            greedy = all(one.greedy for one in params)
+            self._asked = _Asked(
+                settings=None if greedy else settings_of(sequences, [one.seed for one in sequences], self._device),
+                most_logprobs=max((one.logprobs for one in params if one.logprobs is not None), default=None),
+                shaped=any(one.params.shapes_logits or one.guide is not None for one in sequences),
+                penalized=any(one.penalized for one in params),
+            )
+            self._asked_by = key
+        return self._asked
 
     def _shaped(self, logits: Tensor, sequences: Ordered[Sequence], guesses: Guesses, before: Tensor | None) -> Tensor:
         """Penalties, biases, watermarks, and no end before the least number of tokens; changes logits [rows, vocab] in

@@ -114,6 +114,21 @@ def test_outliers_of_many_rows(device: str) -> None:
     check_products(LlmInt8(), 65, 1, torch.randn(65, EXPERTS, device=device), device)
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_outliers_in_every_column(tokens: int, device: str) -> None:
+    """Too many to be gathered: nothing is rounded, as LLM.int8 means it here."""
+    fmt, inputs, outputs = LlmInt8(), 200, 136
+    x = (8 + 9 * torch.rand(tokens, inputs, generator=torch.Generator().manual_seed(2))).bfloat16().to(device)
+    x[:, ::2] *= -1
+    routes = route(torch.randn(tokens, EXPERTS, device=device), Rule(1), 8)
+    down, planes = planes_of(fmt, EXPERTS, outputs, inputs, device)
+    order = routes.order.long()
+    assert down.bias is not None
+    found = down.matmul(x[order], routes, SPLIT)[order]
+    wanted = linear_of_experts(x[order].double(), experts_of(routes)[order], fmt, planes, down.bias.double())
+    assert_right(found, wanted)
+
+
 def test_a_whole_layer_as_it_is_chosen(device: str) -> None:
     fmt = FORMATS["fp8"]
     gate_up, _ = planes_of(fmt, 2 * EXPERTS, 64, 128, device)

@@ -26,6 +26,7 @@ from quantkit.formats import (
     QuantizedWeight,
 )
 from quantkit.formats.ct_float8 import covering_scales, round_to_float8
+from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.cpu.float8 import LOWERED, RAISED, round_tokens
 from quantkit.kernels.linear.cpu import float_rows, slabs
@@ -259,6 +260,19 @@ def test_outlier_columns_are_not_rounded(threshold: float, tokens: int) -> None:
     x = make_x(tokens, 577, torch.bfloat16)
     x[-1, [0, 5, 6, 575, 576]] = torch.tensor([6.0, -300.0, 77.0, 8.0, -70000.0], dtype=torch.bfloat16)
     assert_close(x, fmt, make(fmt, 33, 577))
+
+
+@pytest.mark.parametrize("products", ["as on this CPU"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("more", [0, 1, None])
+def test_outliers_in_many_columns(more: int | None, tokens: int, dtype: torch.dtype) -> None:
+    """At the bound, one column more, and all: above the bound nothing is rounded."""
+    fmt, inputs = LlmInt8(), 640
+    count = inputs if more is None else most_outliers(inputs) + more
+    x = make_x(tokens, inputs, dtype).clamp(-4, 4)
+    x[tokens // 2, torch.linspace(0, inputs - 1, count).round().long()] = 9.0
+    assert_close(x, fmt, make(fmt, 50, inputs))
 
 
 def test_float8_rounds_as_torch_does() -> None:

@@ -334,3 +334,18 @@ def test_refuses_what_it_cannot_take(device: str) -> None:
             sample(given, **(good | change))
     with pytest.raises(InputError, match="greedy: logits is int64"):
         greedy(logits.long())
+
+
+def test_more_than_a_thousand_requests(device: str) -> None:
+    requests = 1_030
+    logits = make(requests, 70, device)
+    tokens, logprobs = greedy(logits)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.allclose(logprobs.cpu(), logits.log_softmax(-1).amax(-1).cpu(), atol=1e-4)
+    parameters = settings(requests, device, temperature=0.8, top_k=5, top_p=0.9)
+    if device == "cpu":  # the interpreter runs one program after the other
+        return
+    drawn, _ = sample(logits, **parameters)
+    for row in (0, 511, 512, 1_023, 1_024, requests - 1):
+        alone = {name: value[row : row + 1] for name, value in parameters.items()}
+        assert torch.equal(sample(logits[row : row + 1], **alone)[0], drawn[row : row + 1])

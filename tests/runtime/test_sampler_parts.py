@@ -116,3 +116,24 @@ def test_the_plan_has_room_for_verification() -> None:
     taken = torch.cuda.max_memory_allocated() - kept
     assert taken <= planned
     assert taken > planned / 4, "the plan is not idle either"
+
+
+def test_a_thousand_sequences_of_every_kind() -> None:
+    """More rows than are sampled at a time: each token is that of its sequence alone."""
+    count, random = 1_100, torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(count, VOCAB, generator=random)
+    sequences = sequences_of([KINDS[number % len(KINDS)] | {"seed": number} for number in range(count)])
+    cpu, positions = torch.device("cpu"), torch.arange(count) % 7
+
+    def drawn(rows: slice) -> Tensor:
+        make = Sampler(ops_for(cpu, torch.float32), VOCAB, count, cpu)
+        owner_rows = torch.tensor([one.row for one in sequences[rows]])
+        return make(logits[rows], sequences[rows], owner_rows, positions[rows]).tokens
+
+    together = drawn(slice(None))
+    assert together.shape == (count,)
+    for row in (0, 511, 512, 513, 1_023, 1_024, count - 1):
+        assert torch.equal(together[row : row + 1], drawn(slice(row, row + 1)))
+    greedy = sequences_of([{"temperature": 0.0}] * count)
+    make = Sampler(ops_for(cpu, torch.float32), VOCAB, count, cpu)
+    assert torch.equal(make(logits, greedy, torch.arange(count), positions).tokens, logits.argmax(-1))

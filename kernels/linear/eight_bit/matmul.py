@@ -6,7 +6,8 @@ Limits   as many inputs as `quantize_rows.py` takes
 
 Integers are summed exactly in int32, float8 in float32. The columns with outliers, which `quantize_rows` has listed,
 become 16-bit operands, and the products are exact in float32. For many tokens the first of them lie side by side: one
-more step of the product (`outliers.py`). The others are gathered, 16 or 32 at a time.
+more step of the product (`outliers.py`). The others are gathered, 16 or 32 at a time; where they are too many for that,
+all inputs are multiplied in 16 bits (`many_outliers.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
+from quantkit.kernels.linear.eight_bit.many_outliers import dot, launch_in_half, product_in_half
 from quantkit.kernels.linear.eight_bit.quantize_rows import QuantizedRows, quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
@@ -61,6 +64,7 @@ def _eight_bit(
     outputs,
     inputs,
     columns,
+    most,
     per_split,
     splits,
     x_stride,
@@ -93,13 +97,16 @@ def _eight_bit(
         acc = tl.zeros((OUTPUTS, TOKENS), tl.int32)
     if OUTLIERS:
         count = tl.load(outliers)  # so early that nothing waits for it
+        if DENSE > 0:  # noqa: SIM102  (known when the kernel is compiled)
+            if count > most:  # all of it is the next launch's
+                return
     for position in range(first, last_step):
         column = position * DEPTH + step
         weight = tl.load(weight_rows + column[None, :], eviction_policy="evict_first")
         if EXACT:
             mask = here[None, :] & (column < inputs)[:, None]
             value = tl.load(x + token[None, :].to(tl.int64) * x_stride + column[:, None], mask=mask, other=0.0)
-            product = _dot(weight.to(DTYPE), value, INTERPRET)
+            product = dot(weight.to(DTYPE), value, INTERPRET)
             if BLOCKS:
                 product *= tl.load(weight_scales + row // 128 * (columns // 128) + position * DEPTH // 128)[:, None]
             acc += product
@@ -111,9 +118,9 @@ def _eight_bit(
                 block = position * DEPTH // 128
                 scale = tl.load(weight_scales + row // 128 * (columns // 128) + block)
                 token_scale = tl.load(code_scales + block * tokens + token, mask=here, other=0.0)
-                acc += _dot(weight, value, INTERPRET) * (scale[:, None] * token_scale[None, :])
+                acc += dot(weight, value, INTERPRET) * (scale[:, None] * token_scale[None, :])
             elif FLOAT8:
-                acc += _dot(weight, value, INTERPRET)
+                acc += dot(weight, value, INTERPRET)
             else:
                 acc = tl.dot(weight, value, acc, out_dtype=tl.int32)
     result = acc.to(tl.float32)
@@ -124,8 +131,12 @@ def _eight_bit(
             if DENSE > 0:
                 wanted = (split == 0) & (count > 0)
                 result = _add_dense(result, wanted, dense_inputs, dense_weights, row, token, here, DENSE, INTERPRET)
-            result = add_gathered(result, x, outliers, count, weight_rows, token, here, x_stride, split, splits, DENSE,
-                                  DTYPE, INTERPRET)  # fmt: skip
+            if count <= most:
+                result = add_gathered(result, x, outliers, count, weight_rows, token, here, x_stride, split, splits,
+                                      DENSE, DTYPE, INTERPRET)  # fmt: skip
+            elif DENSE == 0:
+                result = product_in_half(x, weight_rows, token, here, first, last_step, inputs, x_stride, OUTPUTS,
+                                         TOKENS, DEPTH, 2, DTYPE, INTERPRET)  # fmt: skip
         result *= tl.load(weight_scales + row)[:, None]
     result, last = add_in_order(result, partial, tickets, split, splits, OUTPUTS, TOKENS)
     if last:
@@ -139,7 +150,7 @@ def _add_dense(total, wanted, inputs, weights, row, token, here, DENSE: tl.const
         index = tl.arange(0, DENSE)
         weight = tl.load(weights + row.to(tl.int64)[:, None] * DENSE + index[None, :])
         place = inputs + token.to(tl.int64)[None, :] * DENSE + index[:, None]
-        total += _dot(weight, tl.load(place, mask=here[None, :], other=0.0), INTERPRET)
+        total += dot(weight, tl.load(place, mask=here[None, :], other=0.0), INTERPRET)
     return total
 
 
@@ -168,16 +179,8 @@ def add_gathered(
         weight = tl.load(weight_rows + column[None, :], mask=inside[None, :], other=0)
         mask = here[None, :] & inside[:, None]
         value = tl.load(x + token[None, :].to(tl.int64) * x_stride + column[:, None], mask=mask, other=0.0)
-        total += _dot(weight.to(tl.float32).to(DTYPE), value, INTERPRET)
+        total += dot(weight.to(tl.float32).to(DTYPE), value, INTERPRET)
     return total
-
-
-@triton.jit
-def _dot(weight, x, INTERPRET: tl.constexpr):
-    if INTERPRET:  # where products of bfloat16 are wrong
-        return tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(weight, x)
 
 
 def matmul(
@@ -190,6 +193,8 @@ def matmul(
         return y
     rows = None if weight.activations == "exact" else quantize_rows(x, weight)
     launch(x, rows, weight, config, bias, y)
+    if rows is not None and rows.outliers is not None and rows.dense is not None and weight.threshold < float("inf"):
+        launch_in_half(x, rows.outliers, weight, bias, y)
     return y
 
 
@@ -227,6 +232,7 @@ def launch(
         weight.outputs,
         weight.inputs,
         weight.columns,
+        most_outliers(weight.inputs),
         shared.per_split,
         shared.grid[2],
         x.stride(0),

@@ -5,8 +5,9 @@ Meaning  `reference.experts.linear_of_experts`; with an activation `reference.el
 Limits   as many inputs as `eight_bit/quantize_rows.py` takes
 
 Rows of x are rounded once for all experts, in a launch before. LLM.int8's outlier columns are those of all rows of a
-call; tiles gather them. Static scales belong to an expert, so tiles round by them. A card without float8 is EMULATED:
-its rows are rounded to the same numbers in 16 bits, and bytes of weights become 16 bits in registers.
+call; tiles gather them, or multiply all inputs in 16 bits where they are too many (`eight_bit/many_outliers.py`).
+Static scales belong to an expert, so tiles round by them. A card without float8 is EMULATED: its rows are rounded to
+the same numbers in 16 bits, and bytes of weights become 16 bits in registers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.card import NO_GPU, card_of
 from quantkit.kernels.chain import wait_for_last
+from quantkit.kernels.linear.eight_bit.many_outliers import product_in_half
 from quantkit.kernels.linear.eight_bit.matmul import add_gathered
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows, rounded_to_float8, to_float8
 from quantkit.kernels.linear.grouped.routes import Routes
@@ -97,6 +100,10 @@ def _scaled(
     row,
     source,
     here,
+    first,
+    last,
+    inputs,
+    gathered,
     x_stride,
     split,
     splits,
@@ -104,8 +111,11 @@ def _scaled(
     ACTIVATIONS: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """A finished sum times its scales, in float32, with the outlier columns where there are some."""
+    """A finished sum times its scales, in float32, with the outlier columns where there are some; where more are listed
+    than are `gathered`, steps [first, last) of the product in 16 bits instead."""
     total = acc.to(tl.float32)
     if not BLOCKS:
         if ACTIVATIONS == "static":
@@ -113,8 +123,13 @@ def _scaled(
         elif ACTIVATIONS != "exact":
             total *= token_scale[None, :]
         if ACTIVATIONS == "outliers":
-            total = add_gathered(total, x, outliers, tl.load(outliers), weight_rows, source, here, x_stride, split,
-                                 splits, 0, DTYPE, INTERPRET)  # fmt: skip
+            count = tl.load(outliers)
+            if count <= gathered:
+                total = add_gathered(total, x, outliers, count, weight_rows, source, here, x_stride, split, splits, 0,
+                                     DTYPE, INTERPRET)  # fmt: skip
+            else:
+                total = product_in_half(x, weight_rows, source, here, first, last, inputs, x_stride, OUTPUTS, TOKENS,
+                                        128, 2, DTYPE, INTERPRET)  # fmt: skip
         total *= tl.load(scales + row)[:, None]
     return total
 
@@ -129,6 +144,7 @@ def _grouped_eight_bit(
     weight_scales,
     input_scales,
     columns,
+    gathered,
     rows_of_x,
     weights_of_plane,
     scales_of_plane,
@@ -180,6 +196,7 @@ def _grouped_eight_bit(
     gate_scales = weight_scales + plane * scales_of_plane
     up_scales = gate_scales + scales_of_plane
     first = split * per_split
+    last = tl.minimum(first + per_split, steps)
     for begin in range(start, end, TOKENS):
         source, target, here = rows_of_tile(order, tiles, most, begin, ranks, PER_TOKEN, GATED, LISTED, TOKENS, CHOICES)
         gate_input, up_input, token_scale = 0.0, 0.0, 0.0
@@ -190,7 +207,7 @@ def _grouped_eight_bit(
             token_scale = tl.load(code_scales + source, mask=here, other=0.0)
         acc = tl.zeros((OUTPUTS, TOKENS), tl.float32 if FLOAT8 else tl.int32)
         up = tl.zeros((OUTPUTS, TOKENS), tl.float32 if FLOAT8 else tl.int32)
-        for position in range(first, tl.minimum(first + per_split, steps)):
+        for position in range(first, last):
             column = position * 128 + step
             if ACTIVATIONS == "exact" or ACTIVATIONS == "static":
                 mask = here[None, :] & (column < inputs)[:, None]
@@ -207,11 +224,13 @@ def _grouped_eight_bit(
                 up = _add_step(up, value, up_rows, up_scales, up_input, row, position, block_scale, columns // 128,
                                FLOAT8, BLOCKS, ACTIVATIONS, EMULATED, STREAMED, DTYPE, INTERPRET)  # fmt: skip
         gate_total = _scaled(acc, x, outliers, gate_rows, gate_scales, gate_input, token_scale, row, source, here,
-                             x_stride, split, splits, BLOCKS, ACTIVATIONS, DTYPE, INTERPRET)  # fmt: skip
+                             first, last, inputs, gathered, x_stride, split, splits, BLOCKS, ACTIVATIONS, DTYPE,
+                             INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
         up_total = gate_total
         if GATED:
-            up_total = _scaled(up, x, outliers, up_rows, up_scales, up_input, token_scale, row, source, here, x_stride,
-                               split, splits, BLOCKS, ACTIVATIONS, DTYPE, INTERPRET)  # fmt: skip
+            up_total = _scaled(up, x, outliers, up_rows, up_scales, up_input, token_scale, row, source, here,
+                               first, last, inputs, gathered, x_stride, split, splits, BLOCKS, ACTIVATIONS, DTYPE,
+                               INTERPRET, OUTPUTS, TOKENS)  # fmt: skip
         finish_tile(gate_total, up_total, bias, partial, tickets, y, plane, row, target, here, outputs, split, splits,
                     y_stride, limit, factor, GATED, GELU, CLIPPED, HAS_BIAS, DTYPE, INTERPRET, OUTPUTS,
                     TOKENS)  # fmt: skip
@@ -243,6 +262,7 @@ def matmul(
         weight.scales,
         weight.input_scales,
         first.columns,
+        most_outliers(first.inputs),
         x.shape[0],
         first.values.numel(),
         first.scales.numel(),

@@ -13,6 +13,7 @@ from compile_matrix.weights import BLOCKS, served_on, weight_of
 from quantkit.kernels.card import Card
 from quantkit.kernels.linear import dispatch
 from quantkit.kernels.linear.dense import weight as dense
+from quantkit.kernels.linear.eight_bit.many_outliers import DECODED_FROM
 from quantkit.kernels.linear.weight import Choice
 from quantkit.kernels.linear.weight_only.dequantize import dequantize
 
@@ -25,6 +26,9 @@ def linear_cases(card: Card) -> Iterator[Case]:
         weight = weight_of(name, OUTPUTS, INPUTS)
         for way in _ways(weight, card):
             yield Case(f"{name} {way}", lambda dtype, weight=weight, way=way: _run(weight, way, dtype), way.tried)
+    with_outliers = weight_of("llm-int8", OUTPUTS, INPUTS)
+    decoded = Way("eight_bit", with_outliers.default(DECODED_FROM, card).config, DECODED_FROM, tried=False)
+    yield Case("llm-int8 decoded once", lambda dtype: _run(with_outliers, decoded, dtype))
     for outputs in (OUTPUTS, VOCABULARY):
         plain = {dtype: dense.lay_out(_unwritten(outputs, INPUTS, dtype)) for dtype in HALVES}
         for way in _ways(plain[torch.bfloat16], card, tables=outputs == OUTPUTS):
