@@ -136,7 +136,8 @@ class Runner:
             prompts = prompt_logprobs(self.decoder, every, plan, step.inputs.starts)
         sampling = [work for work in plan.scheduled if work.samples]
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
+            nothing = self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
+            return replace(nothing, features=rows.features)
         logits = (self.decoder if step.all_tokens else self.part.decoder).logits(rows.hidden)
         if any(work.sequence.finished for work in sampling):  # while the step was on its way: its row is another's
             alive = [row for row, owner in enumerate(_owners(sampling)) if not owner.finished]
@@ -152,7 +153,7 @@ class Runner:
         self.device_rows.tokens[rows.owner_rows, 0] = samples.tokens
         verified = rows.ids if any(work.draft for work in sampling) else None
         launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)
-        return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens))
+        return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens), features=rows.features)
 
     def collect(self, launched: Launched) -> list[Outcome]:
         """Waits for a step. A draft holds as far as it is what was sampled behind the tokens before."""
