@@ -174,7 +174,7 @@ class _Step:
                 (found.answers if is_answer else found.chunks).append(work)
         for work in launched.sampling:
             found.logits_rows[id(work)] = len(found.sampled_tokens)
-            found.sampled_tokens += found.tokens[id(work)][-1 - len(work.draft) :]
+            found.sampled_tokens.extend(found.tokens[id(work)][-1 - len(work.draft) :])
         return found
 
 
