@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import KINDS, Reference, save_head
-from tiny_models import build_model
+from eagle_heads import KINDS, Reference, build_target, save_head
 
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.step_result import Launched, Outcome
@@ -23,7 +22,7 @@ LENGTHS = (1, 2, 15, 16, 17, 40, 70)  # of prompts: shorter than a draft, around
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    model = build_model("llama", num_hidden_layers=7, initializer_range=0.1)
+    model = build_target()
     folder = tmp_path_factory.mktemp("eagle") / "target"
     model.save_pretrained(folder)
     return folder, model
@@ -81,9 +80,8 @@ def test_guesses_are_those_of_a_plain_implementation(
     folder, reference = head(kind)
     llm = engine_of(target[0], folder, overlap=overlap, share_prefixes=False)
     seen = watch(llm, monkeypatch)
-    llm.engine.speculation.force_acceptance(0.6, seed=1)
     llm.generate(prompts(7), SamplingParams(max_tokens=14, ignore_eos=True))
     llm.engine.check_integrity()
-    assert len(seen) > 20
+    assert 0.1 * llm.engine.speculation.guessed < llm.engine.speculation.accepted < 0.8 * llm.engine.speculation.guessed
     for tokens, guesses, _ in seen:
         assert guesses == reference.guesses(tokens, len(guesses)), (len(tokens), guesses)
