@@ -142,7 +142,7 @@ def _layer_config(folder: Path, given: Config) -> dict[str, Any]:
         )
     if raw.get("num_hidden_layers", 1) != 1:
         raise InputError(f"the EAGLE head in {folder} has {raw['num_hidden_layers']} layers; only those of one are run")
-    return (_LLAMA if kind == "llama" else {}) | raw | {"num_hidden_layers": 1}
+    return {**(_LLAMA if kind == "llama" else {}), **raw, "num_hidden_layers": 1}
 
 
 def _check_tensors(folder: Path, names: Mapping[str, str], third: bool) -> None:
