@@ -21,7 +21,7 @@ from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.llm import LLM
 
 GUESSES = 4
-LENGTHS = (1, 2, 15, 16, 17, 40, 70)  # of prompts: shorter than a draft, around a page, longer than a step
+LENGTHS = (1, 16, 17, 70)  # of prompts: shorter than a draft, around a page, longer than a step
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def head(target: tuple[Path, Any]) -> Callable[[str], tuple[Path, Reference]]:
 def engine_of(model: Path, head: Path | None, **options: Any) -> LLM:
     if head is not None:
         options["speculative"] = f"eagle={head},k={GUESSES},adaptive=off"
-    return LLM(model, device="cpu", dtype="float32", max_context=192, max_sequences=4, step_tokens=48, **options)
+    return LLM(model, device="cpu", dtype="float32", max_context=128, max_sequences=4, step_tokens=48, **options)
 
 
-def prompts(number: int) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     dice = random.Random(1)
-    return [[dice.randrange(3, 112) for _ in range(length)] for length in LENGTHS[:number]]
+    return [[dice.randrange(3, 112) for _ in range(length)] for length in LENGTHS]
 
 
 def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], torch.Tensor | None]]:
@@ -83,9 +83,9 @@ def test_guesses_are_those_of_a_plain_implementation(
     folder, reference = head(kind)
     llm = engine_of(target[0], folder, overlap=overlap, share_prefixes=False)
     seen = watch(llm, monkeypatch)
-    llm.generate(prompts(7), SamplingParams(max_tokens=14, ignore_eos=True))
+    llm.generate(prompts(), SamplingParams(max_tokens=14, ignore_eos=True))
     llm.engine.check_integrity()
-    assert 15 < llm.engine.speculation.accepted < 0.5 * llm.engine.speculation.guessed
+    assert 8 < llm.engine.speculation.accepted < 0.5 * llm.engine.speculation.guessed
     for tokens, guesses, _ in seen:
         assert guesses == reference.guesses(tokens, len(guesses)), len(tokens)
 
@@ -101,7 +101,7 @@ def test_guesses_are_drawn_from_the_logits_that_verify_them(
     folder, reference = head(kind)
     llm = engine_of(target[0], folder, overlap=True)
     seen = watch(llm, monkeypatch)
-    llm.generate(prompts(4), SamplingParams(max_tokens=10, temperature=1.0, ignore_eos=True))
+    llm.generate(prompts(), SamplingParams(max_tokens=10, temperature=1.0, ignore_eos=True))
     assert llm.engine.speculation.accepted > 5
     for tokens, guesses, logits in seen:
         expected = torch.stack(reference.logits(tokens, len(guesses), guesses))
@@ -111,18 +111,18 @@ def test_guesses_are_drawn_from_the_logits_that_verify_them(
 
 
 PARAMS = (
-    SamplingParams(max_tokens=40, ignore_eos=True),
-    SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True),
-    SamplingParams(max_tokens=30, temperature=1.5, top_k=20, seed=4, logprobs=2, ignore_eos=True),
-    SamplingParams(max_tokens=20, repetition_penalty=1.2, presence_penalty=0.3, ignore_eos=True),
-    SamplingParams(max_tokens=12, n=2, temperature=1.2, seed=9, ignore_eos=True),
+    SamplingParams(max_tokens=30, ignore_eos=True),
+    SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=15, temperature=1.5, top_k=20, seed=4, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=10, repetition_penalty=1.2, presence_penalty=0.3, ignore_eos=True),
+    SamplingParams(max_tokens=8, n=2, temperature=1.2, seed=9, ignore_eos=True),
 )
 
 
 def serve(llm: LLM) -> list[tuple[list[int], str | None]]:
     """Random arrivals of prompts of which some begin alike, until the last has ended."""
     engine, dice = llm.engine, random.Random(1)
-    texts = [*prompts(7), prompts(7)[-1][:48] + [5, 6, 7]]
+    texts = [*prompts(), prompts()[-1][:48] + [5, 6, 7]]
     waiting = [(prompt, params) for prompt in texts for params in PARAMS]
     dice.shuffle(waiting)
     requests = []
@@ -143,7 +143,11 @@ def plain(target: tuple[Path, Any]) -> list[tuple[list[int], str | None]]:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("eagle", {}), ("eagle3", {"kv_tokens": 224}), ("eagle3-speculators", {"kv_tokens": 224, "swap_gib": 0.05})],
+    [
+        pytest.param("eagle", {}, marks=pytest.mark.long),
+        pytest.param("eagle3", {"kv_tokens": 128}, marks=pytest.mark.long),
+        ("eagle3-speculators", {"kv_tokens": 128, "swap_gib": 0.05}),
+    ],
     ids=str,
 )
 def test_answers_are_those_of_plain_decoding(
@@ -156,7 +160,7 @@ def test_answers_are_those_of_plain_decoding(
     """Greedy and with seeds, with prompts in pieces and shared, and where sequences give way."""
     llm = engine_of(target[0], head(kind)[0], overlap=True, **options)
     assert serve(llm) == plain
-    assert llm.engine.speculation.accepted > 50
+    assert llm.engine.speculation.accepted > 20
     assert (llm.engine.scheduler.preemptions > 0) == bool(options)
 
 
@@ -168,11 +172,11 @@ def test_guesses_go_on_after_plain_steps(
     policy, turn = llm.engine.speculation._policy, count()
     always = policy.lengths
     monkeypatch.setattr(policy, "lengths", lambda answering: always(answering) if next(turn) // 6 % 2 else {})
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    answers = [found.answers[0].token_ids for found in llm.generate(prompts(4), params)]
-    expected = engine_of(target[0], None).generate(prompts(4), params)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    answers = [found.answers[0].token_ids for found in llm.generate(prompts(), params)]
+    expected = engine_of(target[0], None).generate(prompts(), params)
     assert answers == [found.answers[0].token_ids for found in expected]
-    assert llm.engine.speculation.guessed > 30
+    assert llm.engine.speculation.guessed > 20
 
 
 Spoil = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
@@ -221,7 +225,9 @@ def test_heads_that_do_not_fit(
     assert "\n" not in str(refused.value)
 
 
-def test_folders_that_hold_no_head(target: tuple[Path, Any], head: Callable[[str], tuple[Path, Reference]], tmp_path: Path) -> None:
+def test_folders_that_hold_no_head(
+    target: tuple[Path, Any], head: Callable[[str], tuple[Path, Reference]], tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match="no EAGLE head .*LlamaForCausalLM"):
         engine_of(target[0], target[0])
     torch.save({"fc.weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
