@@ -81,8 +81,8 @@ def read_eagle(named: str, target: ModelConfig) -> EagleFacts:
     folder = model_folder(named)
     if not any(folder.glob("*.safetensors")):
         raise StorageError(
-            f"no EAGLE head in '{named}': it has no safetensors file, and files of pickles are not opened; where it has "
-            f"a pytorch_model.bin, make one of it in that folder: {_CONVERT}"
+            f"no EAGLE head in '{named}': it has no safetensors file, and files of pickles are not opened; where it "
+            f"has a pytorch_model.bin, make one of it in that folder: {_CONVERT}"
         )
     checkpoint = Checkpoint(folder)
     names = {_name(name): name for name in checkpoint.tensors if not _name(name).startswith(_UNREAD)}
@@ -184,8 +184,8 @@ def _tapped(folder: Path, given: Config, layers: int) -> tuple[int, ...]:
         found = [2, layers // 2, layers - 3]
     if len(set(found)) < len(found) or not all(0 <= block <= layers for block in found):
         raise InputError(
-            f"the EAGLE head in {folder} reads the inputs of blocks {sorted(found)}, but the model has {layers} blocks; "
-            "it belongs to another one"
+            f"the EAGLE head in {folder} reads the inputs of blocks {sorted(found)}, but the model has {layers} "
+            "blocks; it belongs to another one"
         )
     return tuple(sorted(found))
 

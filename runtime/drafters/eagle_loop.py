@@ -81,7 +81,8 @@ class EagleLoop:
     def read_answers(self, step: StepRows, states: Tensor, behind: Behind, coins: list[bool], rows: list[int]) -> None:
         """The last known tokens of sequences and the guesses behind them that a step accepted; `states` are those of
         the step's sampled rows. Whatever stood behind them is forgotten."""
-        new, parts = 1 + max(behind.guesses), [behind.logits_rows, behind.guesses, rows, coins]
+        new = 1 + max(behind.guesses)
+        parts: list[list[int]] = [behind.logits_rows, behind.guesses, rows, [int(coin) for coin in coins]]
         key = self._padded(len(rows), new) if self._fits(len(rows)) else None
         numbers = self._device_rows.to_device([number for part in parts for number in part])
         first, guesses, device_rows, tossed = numbers.split([len(part) for part in parts])
@@ -191,7 +192,8 @@ class EagleLoop:
             views.append(self._numbers[start : start + length])
             start += length + length % 2
         ids, positions, slots = (view.view(sequences, key.new) for view in views[:3])
-        return _Reading(ids, positions, slots, *views[3:], self._states[:tokens].view(sequences, key.new, -1))
+        states = self._states[:tokens].view(sequences, key.new, -1)
+        return _Reading(ids, positions, slots, rows=views[3], contexts=views[4], states=states)
 
     def _clear(self, buffers: _Reading) -> None:
         """Nobody reads: a first token, in the padding page."""

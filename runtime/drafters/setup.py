@@ -34,7 +34,7 @@ MakeDrafter = Callable[[Draft], ModelDrafter | EagleDrafter]
 
 
 def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) -> Draft | None:
-    """The draft model or the EAGLE head that the options name, after a look at whether it speaks the target's language."""
+    """The draft model or EAGLE head that the options name, after a look at whether it speaks the target's language."""
     asked = options.speculation
     if asked is None:
         return None

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import KINDS, Reference, build_target, save_head
 from safetensors.torch import load_file, save_file
 
+from eagle_heads import KINDS, Reference, build_target, save_head
 from quantkit.errors import InputError, QuantkitError, StorageError
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.step_result import Launched, Outcome
+from quantkit.runtime.drafters import eagle_loop, eagle_setup
 from quantkit.runtime.llm import LLM
 
 GUESSES = 4
@@ -53,6 +54,27 @@ def prompts() -> list[list[int]]:
     return [[dice.randrange(3, 112) for _ in range(length)] for length in LENGTHS]
 
 
+class Replayed:
+    """A graph that runs the function that it would replay."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = step
+
+    def pool(self) -> None:
+        return None
+
+
+def pad_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(step: Callable[[], None], pool: Any) -> tuple[Replayed, float]:
+        step()
+        return Replayed(step), 0.001
+
+    monkeypatch.setattr(eagle_loop, "timed_capture", capture)
+    monkeypatch.setattr(
+        eagle_setup, "EagleLoop", lambda *given, **named: eagle_loop.EagleLoop(*given, **(named | {"graphs": True}))
+    )
+
+
 def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], torch.Tensor | None]]:
     """Known tokens, the guesses behind them, and the logits that they were drawn from, of every step that is seen."""
     runner, seen = llm.engine.runner, []
@@ -71,34 +93,42 @@ def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], li
     return seen
 
 
-@pytest.mark.parametrize(("kind", "overlap"), [*((kind, True) for kind in KINDS), ("eagle3", False)])
+@pytest.mark.parametrize(
+    ("kind", "how"), [*((kind, "") for kind in KINDS), ("eagle3", "waiting"), ("eagle", "padded"), ("eagle3", "padded")]
+)
 def test_guesses_are_those_of_a_plain_implementation(
     target: tuple[Path, Any],
     head: Callable[[str], tuple[Path, Reference]],
     kind: str,
-    overlap: bool,
+    how: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever was accepted before; prompts come in pieces, beside answers."""
+    """Whatever was accepted before; prompts come in pieces, beside answers. `padded`: in the sizes of graphs."""
     folder, reference = head(kind)
-    llm = engine_of(target[0], folder, overlap=overlap, share_prefixes=False)
+    if how == "padded":
+        pad_as_graphs(monkeypatch)
+    llm = engine_of(target[0], folder, overlap=how != "waiting", share_prefixes=False)
     seen = watch(llm, monkeypatch)
     llm.generate(prompts(), SamplingParams(max_tokens=14, ignore_eos=True))
     llm.engine.check_integrity()
+    assert bool(llm.engine.speculation._drafter.loop._graphs) == (how == "padded")  # type: ignore[union-attr]
     assert 8 < llm.engine.speculation.accepted < 0.5 * llm.engine.speculation.guessed
     for tokens, guesses, _ in seen:
         assert guesses == reference.guesses(tokens, len(guesses)), len(tokens)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("kind", "how"), [("eagle", ""), ("eagle3", "padded")])
 def test_guesses_are_drawn_from_the_logits_that_verify_them(
     target: tuple[Path, Any],
     head: Callable[[str], tuple[Path, Reference]],
     kind: str,
+    how: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over the whole vocabulary, where tokens that the head does not know have no chance."""
     folder, reference = head(kind)
+    if how == "padded":
+        pad_as_graphs(monkeypatch)
     llm = engine_of(target[0], folder, overlap=True)
     seen = watch(llm, monkeypatch)
     llm.generate(prompts(), SamplingParams(max_tokens=10, temperature=1.0, ignore_eos=True))
@@ -122,7 +152,7 @@ PARAMS = (
 def serve(llm: LLM) -> list[tuple[list[int], str | None]]:
     """Random arrivals of prompts of which some begin alike, until the last has ended."""
     engine, dice = llm.engine, random.Random(1)
-    texts = [*prompts(), prompts()[-1][:48] + [5, 6, 7]]
+    texts = [*prompts(), [*prompts()[-1][:48], 5, 6, 7]]
     waiting = [(prompt, params) for prompt in texts for params in PARAMS]
     dice.shuffle(waiting)
     requests = []
@@ -228,11 +258,11 @@ def test_heads_that_do_not_fit(
 def test_folders_that_hold_no_head(
     target: tuple[Path, Any], head: Callable[[str], tuple[Path, Reference]], tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match="no EAGLE head .*LlamaForCausalLM"):
+    with pytest.raises(InputError, match=r"no EAGLE head .*LlamaForCausalLM"):
         engine_of(target[0], target[0])
     torch.save({"fc.weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(StorageError, match="files of pickles are not opened.*save_file.*weights_only=True"):
+    with pytest.raises(StorageError, match=r"files of pickles are not opened.*save_file.*weights_only=True"):
         engine_of(target[0], tmp_path)
     with pytest.raises(InputError, match="not gathered from the ranks of tensor parallel"):
         engine_of(target[0], head("eagle")[0], tensor_parallel=2)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tiny_models import build_model
 from torch import Tensor
+
+from tiny_models import build_model
 
 KINDS = ("eagle", "eagle-speculators", "eagle3", "eagle3-speculators", "eagle3.1")
 DRAFT_VOCAB = 40
