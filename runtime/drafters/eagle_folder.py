@@ -87,11 +87,13 @@ def read_eagle(named: str, target: ModelConfig) -> EagleFacts:
     checkpoint = Checkpoint(folder)
     names = {_name(name): name for name in checkpoint.tensors if not _name(name).startswith(_UNREAD)}
     given = checkpoint.config
-    if f"{LAYER}.self_attn.q_proj.weight" not in names or not any(name.startswith("fc.") for name in names):
+    if f"{LAYER}.self_attn.q_proj.weight" not in names or "fc.weight" not in names:
         raise InputError(
             f"{folder} holds no EAGLE head (architectures {given.get('architectures')}): EAGLE-1, 2 and 3 have a layer "
             "with queries and an fc; a small model guesses with draft=PATH"
         )
+    if checkpoint.formats:
+        raise InputError(f"the EAGLE head in {folder} is quantized; only those in 16 or 32 bits are loaded")
     raw = _layer_config(folder, given)
     third = f"{LAYER}.hidden_norm.weight" in names
     _check_tensors(folder, names, third)
@@ -151,7 +153,7 @@ def _check_tensors(folder: Path, names: Mapping[str, str], third: bool) -> None:
     layer = [f"self_attn.{name}" for name in own] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     layer += ["post_attention_layernorm", *(["hidden_norm", "input_layernorm"] if third else [])]
     needed = ["fc.weight", *(f"{LAYER}.{name}.weight" for name in layer), *(["norm.weight"] if third else [])]
-    missing = [name for name in needed if name not in names and _module(name) not in map(_module, names)]
+    missing = [name for name in needed if name not in names]
     if missing:
         raise StorageError(
             f"tensor {missing[0]} of the EAGLE head in {folder} is missing"
@@ -192,9 +194,7 @@ def _tapped(folder: Path, given: Config, layers: int) -> tuple[int, ...]:
 
 def _check_widths(facts: EagleFacts) -> None:
     """Of fc, which says how many hidden states it fuses; `reader.py` checks all others."""
-    hidden, stored = facts.config.hidden, facts.names.get("fc.weight", "")
-    if stored not in facts.checkpoint.tensors or facts.checkpoint.formats:
-        return
+    hidden, stored = facts.config.hidden, facts.names["fc.weight"]
     inputs = len(facts.tapped) * facts.feature if facts.third else 2 * hidden
     found = facts.shape("fc.weight")
     if found != (hidden, inputs):

@@ -77,14 +77,9 @@ class _Loader:
         )
 
     def _linear(self, names: list[str], outputs: list[int], inputs: int) -> Linear:
-        stored = [self._stored(name) for name in names]
-        biased = [own for own in stored if f"{own}.bias" in self.facts.checkpoint.tensors]
+        stored = [self.facts.names[f"{name}.weight"].removesuffix(".weight") for name in names]
+        biased = [own for name, own in zip(names, stored, strict=True) if self.facts.has(f"{name}.bias")]
         return self.reader.linear(stored, outputs, inputs, biased=biased)
-
-    def _stored(self, module: str) -> str:
-        """The module's name in the files, whatever tensors it consists of."""
-        inside = (stored for name, stored in self.facts.names.items() if name.rpartition(".")[0] == module)
-        return next(inside).rpartition(".")[0]
 
     def _norm(self, module: str, size: int | None = None) -> Tensor:
         return self.reader.tensor(self.facts.names[f"{module}.weight"], (size or self.facts.config.hidden,))

@@ -68,6 +68,8 @@ class Reference:
         if self.kind == "eagle3.1":
             parts = states.chunk(3, -1)
             states = torch.cat([self._norm(part, f"fc_norm.{number}") for number, part in enumerate(parts)], -1)
+        if self.kind == "eagle3-speculators":
+            states = self._norm(states, "input_norm")
         return self._linear(states, "fc")
 
     def _layer(self, ids: Tensor, features: Tensor) -> Tensor:
@@ -162,6 +164,8 @@ def save_head(folder: Path, kind: str, model: Any, **changes: Any) -> Reference:
         tensors["d2t"] = chosen - torch.arange(DRAFT_VOCAB)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
         tensors["lm_head.weight"] = _partial(matrix(DRAFT_VOCAB, hidden), [chosen.tolist().index(one) for one in OFTEN])
+    if kind == "eagle3-speculators":
+        tensors["input_norm.weight"] = norm(3 * hidden)
     if kind == "eagle3.1":
         tensors |= {f"fc_norm.{number}.weight": norm() for number in range(3)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,6 +231,7 @@ def _config(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "speculators_model_type": "eagle3",
         "draft_vocab_size": DRAFT_VOCAB,
         "norm_before_residual": True,
+        "norm_before_fc": True,
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
         "transformer_layer_config": sizes,
