@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_heads import KINDS, Reference, build_target, save_head
+from eagle_heads import KINDS, Reference, build_target, save_head, watch_guesses
 from quantkit.errors import InputError, QuantkitError, StorageError
 from quantkit.runtime.core.sampling_params import SamplingParams
-from quantkit.runtime.core.step_result import Launched, Outcome
 from quantkit.runtime.drafters import eagle_loop, eagle_setup
 from quantkit.runtime.llm import LLM
 
@@ -75,24 +74,6 @@ def pad_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], torch.Tensor | None]]:
-    """Known tokens, the guesses behind them, and the logits that they were drawn from, of every step that is seen."""
-    runner, seen = llm.engine.runner, []
-    collect = runner.collect
-
-    def watched(launched: Launched) -> list[Outcome]:
-        row = 0
-        for work in launched.sampling:
-            if work.draft and launched.verified is not None:
-                guesses = launched.verified[row + 1 : row + 1 + len(work.draft)].tolist()
-                seen.append((list(work.sequence.tokens), guesses, launched.plan.proposals.get(work.sequence.id)))
-            row += 1 + len(work.draft)
-        return collect(launched)
-
-    monkeypatch.setattr(runner, "collect", watched)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("kind", "how"), [*((kind, "") for kind in KINDS), ("eagle3", "waiting"), ("eagle", "padded"), ("eagle3", "padded")]
 )
@@ -108,7 +89,7 @@ def test_guesses_are_those_of_a_plain_implementation(
     if how == "padded":
         pad_as_graphs(monkeypatch)
     llm = engine_of(target[0], folder, overlap=how != "waiting", share_prefixes=False)
-    seen = watch(llm, monkeypatch)
+    seen = watch_guesses(llm, monkeypatch)
     llm.generate(prompts(), SamplingParams(max_tokens=14, ignore_eos=True))
     llm.engine.check_integrity()
     assert bool(llm.engine.speculation._drafter.loop._graphs) == (how == "padded")  # type: ignore[union-attr]
@@ -130,7 +111,7 @@ def test_guesses_are_drawn_from_the_logits_that_verify_them(
     if how == "padded":
         pad_as_graphs(monkeypatch)
     llm = engine_of(target[0], folder, overlap=True)
-    seen = watch(llm, monkeypatch)
+    seen = watch_guesses(llm, monkeypatch)
     llm.generate(prompts(), SamplingParams(max_tokens=10, temperature=1.0, ignore_eos=True))
     assert llm.engine.speculation.accepted > 5
     for tokens, guesses, logits in seen:

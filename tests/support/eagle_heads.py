@@ -11,12 +11,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+
+from quantkit.runtime.core.step_result import Launched, Outcome
+
+if TYPE_CHECKING:
+    from quantkit.runtime.llm import LLM
 
 from tiny_models import build_model
 
@@ -127,8 +133,8 @@ def _partial(head: Tensor, rows: list[int]) -> Tensor:
     return head
 
 
-def save_head(folder: Path, kind: str, model: Any, **changes: Any) -> Reference:
-    """For a transformers model. `changes` are those of config.json."""
+def save_head(folder: Path, kind: str, model: Any, taps: tuple[int, ...] = (), **changes: Any) -> Reference:
+    """For a transformers model. `changes` are those of config.json, `taps` what it says of hidden states then."""
     config, random = model.config, torch.Generator().manual_seed(1)
     hidden, vocab, inner = config.hidden_size, config.vocab_size, 96
     third = kind.startswith("eagle3")
@@ -186,7 +192,7 @@ def save_head(folder: Path, kind: str, model: Any, **changes: Any) -> Reference:
     }
     (folder / "config.json").write_text(json.dumps(_config(kind, sizes) | changes))
     outer = model.get_input_embeddings().weight.detach()
-    tapped = {"eagle3-speculators": (1, 3, 5), "eagle3.1": (2, 4, 7)}.get(kind, (2, 3, 4))
+    tapped = taps or {"eagle3-speculators": (1, 3, 5), "eagle3.1": (2, 4, 7)}.get(kind, (2, 3, 4))
 
     @torch.inference_mode()
     def states(tokens: list[int]) -> Tensor:
@@ -236,3 +242,21 @@ def _config(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
         "transformer_layer_config": sizes,
     }
+
+
+def watch_guesses(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], torch.Tensor | None]]:
+    """Known tokens, the guesses behind them, and the logits that they were drawn from, of every step that is seen."""
+    runner, seen = llm.engine.runner, []
+    collect = runner.collect
+
+    def watched(launched: Launched) -> list[Outcome]:
+        found, row = collect(launched), 0
+        for work in launched.sampling:
+            if work.draft and launched.verified is not None:
+                guesses = launched.verified[row + 1 : row + 1 + len(work.draft)].tolist()
+                seen.append((list(work.sequence.tokens), guesses, launched.plan.proposals.get(work.sequence.id)))
+            row += 1 + len(work.draft)
+        return found
+
+    monkeypatch.setattr(runner, "collect", watched)
+    return seen
