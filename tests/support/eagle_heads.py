@@ -29,7 +29,7 @@ from tiny_models import build_model
 KINDS = ("eagle", "eagle-speculators", "eagle3", "eagle3-speculators", "eagle3.1")
 DRAFT_VOCAB = 40
 OFTEN = (10, 80)  # of these, model and heads nearly always like one or the other: half of the guesses are right
-HEADS, KV_HEADS, HEAD_DIM, THETA, EPS = 4, 2, 16, 500.0, 1e-5
+HEADS, KV_HEADS, HEAD_DIM, THETA, EPS = 4, 2, 64, 500.0, 1e-5  # a size of heads that GPUs run, too
 
 
 @dataclass
