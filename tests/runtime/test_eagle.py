@@ -104,7 +104,7 @@ def test_a_shared_prefix_was_read_by_whoever_computed_it(
     """The second answer to a prompt finds what the first has read, and guesses the same."""
     folder, reference = head("eagle3")
     llm = engine_of(target[0], folder, overlap=True)
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
     llm.generate(prompts()[-1], params)
     seen = watch_guesses(llm, monkeypatch)
     assert llm.generate(prompts()[-1], params)[0].cached_tokens >= 64
