@@ -54,7 +54,7 @@ class EagleDrafter:
     def capture(self, sequences: int, guesses: int) -> None:
         """The graphs that guesses for so many sequences need."""
         if self.loop.sizes and sequences <= self.loop.sizes[-1]:
-            self.loop.prepare_reading(sequences, guesses)
+            self.loop.prepare_reading(sequences, 0)
             for drawn in (False, True):
                 self.loop.prepare(sequences, guesses, drawn)
 

@@ -76,7 +76,8 @@ class EagleLoop:
         self._logits = torch.empty(sequences * padded_guesses(most), decoder.config.vocab, dtype=like, device=device)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self.seconds: dict[tuple[int, int], float] = {}  # sequences, guesses
+        self._reading_seconds: dict[tuple[int, int], float] = {}  # of sequences, with so many guesses in front
+        self.seconds: dict[tuple[int, int], float] = {}  # of sequences and guesses, with that reading
 
     def read_answers(self, step: StepRows, states: Tensor, behind: Behind, coins: list[bool], rows: list[int]) -> None:
         """The last known tokens of sequences and the guesses behind them that a step accepted; `states` are those of
@@ -152,7 +153,8 @@ class EagleLoop:
         return self._device_rows.tokens[self._device_rows.to_device(rows), 1 : 1 + count]
 
     def prepare(self, sequences: int, guesses: int, drawn: bool) -> _Key:
-        """The padded sizes of a guess, whose graph is there afterwards."""
+        """The padded sizes of a guess, whose graph is there afterwards, and that of the reading in front of it."""
+        self.prepare_reading(sequences, guesses)
         key = _Key(self._padded(sequences, 1).sequences, padded_guesses(guesses), drawn)
         self._capture(key)
         return key
@@ -173,14 +175,15 @@ class EagleLoop:
         if key.drawn is None:
             buffers = self._buffers(key)
             self._clear(buffers)
-            graph, _ = timed_capture(lambda: self._read(buffers), self._pool)
+            graph, seconds = timed_capture(lambda: self._read(buffers), self._pool)
+            self._reading_seconds[key.sequences, key.new - 1] = seconds
         else:
             columns, kept = self._columns(key), self._kept(key) if key.drawn else None
             columns[0], columns[1:] = self._device_rows.padding, 0
             settings = self._settings.of(slice(key.sequences)) if key.drawn else None
             graph, seconds = timed_capture(lambda: self._guess(columns, key.new, settings, kept), self._pool)
             if not key.drawn or (key.sequences, key.new) not in self.seconds:
-                self.seconds[key.sequences, key.new] = seconds
+                self.seconds[key.sequences, key.new] = seconds + self._reading_seconds[key.sequences, key.new]
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
 

@@ -26,8 +26,8 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, save_head(folder, request.param, model, (1, 2, last), **taps)
 
 
-def llm_of(head: Path, **options: Any) -> LLM:
-    how = f"eagle={head},k=4,adaptive=off"
+def llm_of(head: Path, adaptive: str = "off", **options: Any) -> LLM:
+    how = f"eagle={head},k=4,adaptive={adaptive}"
     return LLM("demo", device="cuda", kv_tokens=20_000, max_context=512, max_sequences=16, speculative=how, **options)
 
 
@@ -63,7 +63,7 @@ def test_guesses_are_those_of_a_plain_implementation(
 
 def test_everything_is_prepared(head: tuple[Path, Reference]) -> None:
     """With `warm_up` no graph is captured while somebody is answered."""
-    llm = llm_of(head[0], warm_up=True)
+    llm = llm_of(head[0], adaptive="on", warm_up=True)
     loop = llm.engine.speculation._drafter.loop  # type: ignore[union-attr]
     ready = len(loop._graphs)
     llm.generate(prompts()[:4], SamplingParams(max_tokens=20, ignore_eos=True))
