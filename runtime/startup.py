@@ -27,7 +27,7 @@ from quantkit.runtime.device.peers import Alone
 from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.drafters.draft_loop import DraftLoop
-from quantkit.runtime.drafters.draft_model import ModelDrafter
+from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
 from quantkit.runtime.drafters.eagle import EagleDrafter
 from quantkit.runtime.drafters.eagle_setup import EagleHead, make_eagle
 from quantkit.runtime.drafters.eagle_weights import EagleWeights
@@ -167,10 +167,10 @@ def build_engine(
                 plan = peers.meet(plan, resident_bytes(weights), config.hidden, dtype, device)
 
         def make_drafter(model: Draft) -> ModelDrafter | EagleDrafter:
-            if isinstance(model, EagleHead) or isinstance(draft_weights, EagleWeights):
+            if isinstance(draft_weights, EagleWeights):
                 assert isinstance(model, EagleHead)
-                assert isinstance(draft_weights, EagleWeights)
                 return make_eagle(model, draft_weights, runner, plan.max_context, options)
+            assert isinstance(model, DraftModel)
             decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
             cache = allocate_draft_cache(model.config, runner.cache, draft_weights.kv_scales)
             rows, graphs = runner.device_rows.alone(), runner.graphs
