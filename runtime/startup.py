@@ -29,9 +29,13 @@ from quantkit.runtime.device.prompt_graphs import PromptGraphs
 from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.drafters.draft_loop import DraftLoop
 from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.drafters.eagle import EagleDrafter
+from quantkit.runtime.drafters.eagle_setup import EagleHead, make_eagle
+from quantkit.runtime.drafters.eagle_weights import EagleWeights
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads
 from quantkit.runtime.drafters.published_heads import PublishedHeads
 from quantkit.runtime.drafters.setup import (
+    Draft,
     check_draft_context,
     find_draft,
     find_medusa,
@@ -121,7 +125,7 @@ def build_engine(
     options: EngineOptions,
     *,
     stages: Stages,
-    draft: DraftModel | None = None,
+    draft: Draft | None = None,
     heads: MedusaHeads | PublishedHeads | None = None,
     peers: PeerRanks | None = None,
     formats: Mapping[str, Format] | None = None,
@@ -156,7 +160,7 @@ def build_engine(
             check_draft_context(draft, plan.max_context)
         with stages.stage("weights"):
             weights = load()
-            draft_weights = draft.load(weights, options.kv_dtype) if draft else weights
+            draft_weights: Weights | EagleWeights = draft.load(weights, options.kv_dtype) if draft else weights
             if device.type == "cuda":
                 torch.cuda.synchronize()
         plan = refine_plan(plan, own, dtype, options, beside)
@@ -164,7 +168,11 @@ def build_engine(
             with stages.stage("other ranks"):
                 plan = peers.meet(plan, resident_bytes(weights), config.hidden, dtype, device)
 
-        def make_drafter(model: DraftModel) -> ModelDrafter:
+        def make_drafter(model: Draft) -> ModelDrafter | EagleDrafter:
+            if isinstance(draft_weights, EagleWeights):
+                assert isinstance(model, EagleHead)
+                return make_eagle(model, draft_weights, runner, plan.max_context, options)
+            assert isinstance(model, DraftModel)
             decoder = make_decoder(model.raw, model.config, draft_weights, plan.max_context, dtype, options)
             cache = allocate_draft_cache(model.config, runner.cache, draft_weights.kv_scales)
             rows, graphs = runner.device_rows.alone(), runner.graphs
@@ -199,7 +207,7 @@ def build_engine(
 
 
 def _choose_cache(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: DraftModel | None
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, options: EngineOptions, draft: Draft | None
 ) -> KvChoice:
     """The kind of cache that all ranks will have."""
     ranks = ranks_of(options)

@@ -28,7 +28,7 @@ _ENGINE = (
     click.option(
         "--speculative",
         metavar="HOW",
-        help="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH.",
+        help="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE, medusa=PATH or eagle=PATH,k=4.",
     ),
     click.option(
         "--tensor-parallel", default=1, show_default=True, metavar="N", help="GPUs among which every layer is divided."

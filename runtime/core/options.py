@@ -38,7 +38,7 @@ class EngineOptions:
     expert_parallel: bool = False  # experts are divided among these processes, which a model with experts asks for
     pipeline_parallel: int = 1  # stages, each with some of the blocks
     micro_batches: int | None = None  # steps on their way through the stages at once; None: one for each stage
-    speculative: str | None = None  # ngram, draft=PATH, self=RECIPE or medusa=PATH: guess, verify at once
+    speculative: str | None = None  # ngram, draft=PATH, self=RECIPE, medusa=PATH or eagle=PATH: guess, verify at once
     warm_up: bool = False  # compile kernels and capture graphs for every size first; else when one is needed
     seed: int = 0  # of requests that bring none
 

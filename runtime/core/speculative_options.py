@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from quantkit.errors import InputError, did_you_mean
 from quantkit.runtime.core.step_plan import MOST_GUESSES
 
-_DEFAULTS = {"ngram": 8, "draft": 4, "self": 4, "medusa": 15}  # kind -> guesses
-_EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4 or self=nf4 or medusa=PATH"
+_DEFAULTS = {"ngram": 8, "draft": 4, "self": 4, "medusa": 15, "eagle": 4}  # kind -> guesses
+_EXAMPLES = "such as ngram,k=8 or draft=PATH,k=4 or self=nf4 or medusa=PATH or eagle=PATH"
 
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
     kind: str  # of _DEFAULTS
     most: int  # guesses in one step
-    what: str = ""  # the path of a draft model, or the recipe of the model's own draft
+    what: str = ""  # the path of a draft model or of heads, or the recipe of the model's own draft
     adaptive: bool = True  # as many guesses as pay, up to `most`; else always `most`
 
     @classmethod

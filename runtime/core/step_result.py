@@ -21,6 +21,7 @@ class LogitsRows:
     ids: Tensor  # int64 [rows], the token there
     owner_rows: Tensor  # int64 [rows], the device row of the sequence that it belongs to
     positions: Tensor  # int64 [rows]
+    features: Tensor | None = None  # of all tokens of the step, where a drafter reads them (`model/taps.py`)
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Launched:
     done: torch.cuda.Event | None
     hidden: Tensor | None = None  # of the rows behind which a token was sampled, on the device, where kept
     rows: StepRows | None = None  # what the device knows before the host does
+    features: Tensor | None = None  # as `LogitsRows.features`, valid until the next step is launched
 
 
 class Sampled(NamedTuple):

@@ -145,11 +145,12 @@ class StepGraphs:
         self._numbers[:fixed].copy_(sent[:fixed])
         self._graphs[key].replay()
         _, positions, _, _, rows, _ = self._columns(key)
+        tapped = self._decoder.tapped
         if queries == 1:
-            return LogitsRows(self._hidden[: len(counts)], self._ids[: len(counts)], rows[: len(counts)],
-                            positions[: len(counts)])  # fmt: skip
+            first = slice(len(counts))
+            return LogitsRows(self._hidden[first], self._ids[first], rows[first], positions[first], tapped(first))
         at = sent[fixed:]
-        return LogitsRows(self._hidden[at], self._ids[at], rows[at // queries], positions[at])
+        return LogitsRows(self._hidden[at], self._ids[at], rows[at // queries], positions[at], tapped(at))
 
     def _columns(self, key: Key) -> tuple[Tensor, ...]:
         """Views of the buffer, each begins on 16 bytes: ids, positions, KV slots, ancestors; rows, contexts."""

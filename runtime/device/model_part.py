@@ -20,6 +20,7 @@ from quantkit.runtime.device.step_inputs import PageMoves, StepInputs
 from quantkit.runtime.device.step_tapes import StepTapes
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
+from quantkit.runtime.model.taps import Taps
 
 
 class BusyClock:
@@ -106,7 +107,13 @@ class ModelPart:
             every = self.tapes.run(batch)
         else:
             every = self.decoder.hidden_states(batch, self.cache, received)
-        return every, LogitsRows(every[at], batch.ids[at], owner_rows, batch.positions[at])
+        features = self.decoder.tapped(slice(len(batch.ids)))
+        return every, LogitsRows(every[at], batch.ids[at], owner_rows, batch.positions[at], features)
+
+    def tap(self, taps: Taps) -> None:
+        """Every step from now on leaves hidden states there. Call before graphs are captured."""
+        self.decoder.taps = taps
+        self.tapes = None  # a tape has no room for copies
 
     def _has_graph(self, graphs: StepGraphs, inputs: StepInputs) -> bool:
         answers_only = len(inputs.logits_rows) == len(inputs.ids)

@@ -73,7 +73,8 @@ class PromptGraphs:
         self._graphs[key].replay()
         every, positions = self._hidden[: len(inputs.ids)], self._columns(key)[1]
         at, owner_rows = sent[fixed:].split([len(inputs.logits_rows), len(inputs.owner_rows)])
-        return every, LogitsRows(every[at], self._ids[at], owner_rows, positions[at])
+        features = self._decoder.tapped(slice(len(inputs.ids)))
+        return every, LogitsRows(every[at], self._ids[at], owner_rows, positions[at], features)
 
     def capture(self, key: PromptKey) -> None:
         """Makes the graph of a size, unless it is there."""

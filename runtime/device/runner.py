@@ -136,7 +136,8 @@ class Runner:
             prompts = prompt_logprobs(self.decoder, every, plan, step.inputs.starts)
         sampling = [work for work in plan.scheduled if work.samples]
         if not sampling:
-            return self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
+            nothing = self._bring_back(plan, sampling, Samples(rows.owner_rows), None, prompts, rows.hidden)
+            return replace(nothing, features=rows.features)
         logits = (self.decoder if step.all_tokens else self.part.decoder).logits(rows.hidden)
         finished = Status.FINISHED
         if [work for work in sampling if work.sequence.status is finished]:  # meanwhile: its row is another's
@@ -154,7 +155,7 @@ class Runner:
         self.device_rows.tokens[rows.owner_rows, 0] = samples.tokens
         verified = rows.ids if drafted else None
         launched = self._bring_back(plan, sampling, samples, verified, prompts, rows.hidden)
-        return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens))
+        return replace(launched, rows=StepRows(rows.ids, rows.positions, samples.tokens), features=rows.features)
 
     def collect(self, launched: Launched) -> list[Outcome]:
         """Waits for a step. A draft holds as far as it is what was sampled behind the tokens before."""

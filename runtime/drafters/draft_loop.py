@@ -77,7 +77,7 @@ class DraftLoop:
         self.sizes = graph_sizes(min(device_rows.num_rows, MOST_SEQUENCES)) if graphs else []
         sequences = self.sizes[-1] if graphs else 0
         self._numbers = torch.zeros(_NUMBERS * (sequences + 1), dtype=torch.int64, device=device_rows.device)
-        self._settings = _neutral(sequences, device_rows.device)
+        self._settings = neutral_settings(sequences, device_rows.device)
         # All graphs leave their logits in the same place, or each would keep its own for ever.
         kept, weights = sequences * padded_guesses(most), decoder.weights
         self._logits = weights.embedding.new_empty(kept, decoder.config.vocab, dtype=weights.dtype)
@@ -96,12 +96,8 @@ class DraftLoop:
         count = max(behind.guesses)
         numbers = self._device_rows.to_device([*behind.logits_rows, *behind.guesses, *coins])
         first, guesses, tossed = numbers.split([len(behind.logits_rows), len(behind.guesses), len(coins)])
-        ahead = torch.arange(count + 1, device=first.device)
-        at = first[:, None] + torch.minimum(ahead, guesses[:, None])
-        given, sampled = step.ids[at], step.sampled[at]
-        right = tossed[at[:, 1:]].bool() if coins else sampled[:, :-1] == given[:, 1:]
-        accepted = (right & (ahead[:-1] < guesses[:, None])).int().cumprod(1).sum(1)
-        last = torch.stack([given, sampled]).gather(2, accepted.expand(2, -1)[:, :, None])[:, :, 0]
+        at, accepted = accepted_guesses(step, first, guesses, count, tossed if coins else None)
+        last = torch.stack([step.ids[at], step.sampled[at]]).gather(2, accepted.expand(2, -1)[:, :, None])[:, :, 0]
         position = (step.positions[first] + accepted + 1).clamp(max=self._device_rows.max_context - 1)
         return self._run(inputs, torch.cat([last, position[None]]))
 
@@ -209,6 +205,17 @@ class DraftLoop:
         )
 
 
+def accepted_guesses(
+    step: StepRows, first: Tensor, guesses: Tensor, most: int, tossed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of sequences with these first rows in a step and so many guesses, `most` at most: the rows of the last known
+    token and the guesses, [sequences, 1 + most], and how many guesses held. `tossed` decides instead, where it is."""
+    ahead = torch.arange(most + 1, device=first.device)
+    at = first[:, None] + torch.minimum(ahead, guesses[:, None])
+    right = step.sampled[at[:, :-1]] == step.ids[at[:, 1:]] if tossed is None else tossed[at[:, 1:]].bool()
+    return at, (right & (ahead[:-1] < guesses[:, None])).int().cumprod(1).sum(1)
+
+
 def _numbers(inputs: LoopInputs, sequences: int, nobody: int) -> list[int]:
     """Columns for so many sequences, each of even length. Padding has its two tokens in the padding page."""
     missing = sequences - len(inputs.rows)
@@ -218,7 +225,7 @@ def _numbers(inputs: LoopInputs, sequences: int, nobody: int) -> list[int]:
     return [number for column in columns for number in (*column, *[0] * (sequences % 2))]
 
 
-def _neutral(count: int, device: torch.device) -> Settings:
+def neutral_settings(count: int, device: torch.device) -> Settings:
     """Parameters that sample from everything."""
     ones = torch.ones(count, device=device)
     return Settings(

@@ -125,7 +125,7 @@ class ModelDrafter:
         scheduled, behind = [], Behind([], [])
         row = 0
         for work in launched.sampling:
-            if work.draft and not _looks_at_guesses(work.sequence):
+            if work.draft and not looks_at_guesses(work.sequence):
                 scheduled.append(work)
                 behind.logits_rows.append(row)
                 behind.guesses.append(len(work.draft))
@@ -140,7 +140,7 @@ class ModelDrafter:
         )
         logits = self.loop.run_behind(launched.rows, behind, launched.plan.coins, inputs)
         for number, one in enumerate(sequences):
-            drawn = logits[:, number] if logits is not None and _draws(one) else None
+            drawn = logits[:, number] if logits is not None and draws(one) else None
             self._queued[one.id] = _Early(inputs.lengths[number], one.num_preemptions, drawn)
 
     def observe(self, launched: Launched, outcomes: list[Outcome], ended: Collection[int]) -> None:
@@ -219,17 +219,17 @@ class ModelDrafter:
         drawn = {}
         for number, work in enumerate(scheduled):
             self._read[work.sequence.id] = lasts[number] + len(work.draft), work.sequence.num_preemptions
-            if _draws(work.sequence):
+            if draws(work.sequence):
                 assert logits is not None
                 drawn[work.sequence.id] = logits[:, number]
-        if not any(_looks_at_guesses(one) for one in sequences):
+        if not any(looks_at_guesses(one) for one in sequences):
             return {}, drawn
         found = zip(scheduled, guesses.tolist(), strict=True)
         return {work.sequence.id: tuple(tokens[: len(work.draft)]) for work, tokens in found}, drawn
 
     def _inputs(self, sequences: list[Sequence], lengths: list[int]) -> LoopInputs:
         """All but what the loop begins with."""
-        seeds = [~one.seed if _draws(one) else one.seed for one in sequences]
+        seeds = [~one.seed if draws(one) else one.seed for one in sequences]
         greedy = all(one.params.greedy for one in sequences)
         return LoopInputs(
             ids=[],
@@ -262,11 +262,11 @@ def _fits(early: _Early, sequence: Sequence, known: int) -> bool:
     return early.known == known and early.stay == sequence.num_preemptions
 
 
-def _draws(sequence: Sequence) -> bool:
+def draws(sequence: Sequence) -> bool:
     """Whether its guesses are drawn with numbers of their own (`sampling/rejection.py`)."""
     return sequence.params.seed is None and not sequence.params.greedy
 
 
-def _looks_at_guesses(sequence: Sequence) -> bool:
+def looks_at_guesses(sequence: Sequence) -> bool:
     """Whether the host must know guesses before they are verified."""
     return sequence.guide is not None or sequence.params.shapes_logits

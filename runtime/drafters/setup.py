@@ -12,6 +12,8 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.device.runner import Runner
 from quantkit.runtime.drafters.draft_model import DraftModel, ModelDrafter
+from quantkit.runtime.drafters.eagle import EagleDrafter
+from quantkit.runtime.drafters.eagle_setup import EagleHead, find_eagle
 from quantkit.runtime.drafters.medusa import MedusaDrafter
 from quantkit.runtime.drafters.medusa_heads import MedusaHeads, Target, load_heads
 from quantkit.runtime.drafters.ngram import NgramDrafter
@@ -28,17 +30,20 @@ from quantkit.sources import model_folder
 _TREE_ROWS = 64  # of a tree in attention, new tokens times query heads of a KV head (`kernels/attention/decode.py`)
 _HEADS_SHARE = 0.01  # of a step, for each guess: heads are small
 
-MakeDrafter = Callable[[DraftModel], ModelDrafter]
+Draft = DraftModel | EagleHead  # what has a cache of its own beside the model's
+MakeDrafter = Callable[[Draft], ModelDrafter | EagleDrafter]
 
 
-def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) -> DraftModel | None:
-    """The draft model that the options name, after a look at whether it speaks the target's language."""
+def find_draft(target: Checkpoint, config: ModelConfig, options: EngineOptions) -> Draft | None:
+    """The draft model or EAGLE head that the options name, after a look at whether it speaks the target's language."""
     asked = options.speculation
     if asked is None:
         return None
     dtype = options.torch_dtype(target.dtype)
     if asked.kind == "self":
         return make_self_draft(target, config, asked.what, dtype, options.torch_device)
+    if asked.kind == "eagle":
+        return find_eagle(asked.what, config, dtype, options)
     if asked.kind != "draft":
         return None
     checkpoint = Checkpoint(model_folder(asked.what))
@@ -68,7 +73,7 @@ def find_medusa(target: Checkpoint, options: EngineOptions) -> MedusaHeads | Pub
 
 def make_speculation(
     options: EngineOptions,
-    draft: DraftModel | None,
+    draft: Draft | None,
     make_drafter: MakeDrafter,
     heads: MedusaHeads | PublishedHeads | None,
     runner: Runner,
@@ -89,7 +94,7 @@ def make_speculation(
         drafter = make_drafter(draft)
         costs = Costs(seconds, drafter.loop.seconds)
         policy = Policy(asked.most, costs, asked.adaptive, alike=runner.graphs is not None, unread=drafter.unread)
-        early = drafter if options.overlaps else None
+        early = drafter if options.overlaps or isinstance(drafter, EagleDrafter) else None
         return Speculation(
             drafter, policy, device=drafter, early=early, capture=drafter.capture, overlaps=options.overlaps
         )
@@ -105,7 +110,7 @@ def most_nodes(config: ModelConfig) -> int:
     return MOST_NODES if config.latent is not None else _TREE_ROWS // (config.heads // config.kv_heads)
 
 
-def check_draft_context(draft: DraftModel | None, max_context: int) -> None:
+def check_draft_context(draft: Draft | None, max_context: int) -> None:
     if draft is not None and draft.config.max_positions < max_context:
         raise InputError(
             f"the draft was made for {draft.config.max_positions} positions, but contexts go up to {max_context}; "

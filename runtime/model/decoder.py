@@ -21,6 +21,7 @@ from quantkit.runtime.model.layers import Block, DenseMlp, Linear, Mlp, Weights
 from quantkit.runtime.model.ops import Ops
 from quantkit.runtime.model.ranks import Ranks
 from quantkit.runtime.model.rope import RopeTable
+from quantkit.runtime.model.taps import Taps
 from quantkit.runtime.model.tensor_group import Group, OneRank
 
 
@@ -61,6 +62,7 @@ class Decoder:
         self._scratch = scratch
         self._group = group
         self._ranks = ranks
+        self.taps: Taps | None = None
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch, cache: KvCache, received: Tensor | None = None) -> Tensor:
@@ -74,6 +76,8 @@ class Decoder:
         latent_step = None if config.latent is None else divide_step(batch, cache, config.latent, ops)
         following = [*(block.before_attention for block in blocks[1:]), self.weights.norm]
         for layer, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
+            if self.taps is not None:
+                self.taps.take(layer, residual)
             if latent_step is None:
                 x = self._attention(layer, block, x, batch, cache)
             else:
@@ -81,7 +85,14 @@ class Decoder:
             x = self._add(x, block.after_attention, residual, block.before_mlp)
             x = self._mlp(block.mlp, x)
             x = self._add(x, block.after_mlp, residual, next_norm)
+        if self.taps is not None:
+            self.taps.take(len(blocks), residual)
+            self.taps.take_last(x)
         return x
+
+    def tapped(self, rows: slice | Tensor) -> Tensor | None:
+        """What the taps kept of these tokens of the last batch."""
+        return None if self.taps is None else self.taps.rows[rows]
 
     @torch.inference_mode()
     def embeddings(self, ids: Tensor, scale: float | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.memory import AGREED, MemoryPlan, plan_memory
 from quantkit.runtime.device.peers import ReturningRows
 from quantkit.runtime.device.step_inputs import PageMoves, Step
-from quantkit.runtime.drafters.draft_model import DraftModel
+from quantkit.runtime.drafters.setup import Draft
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.decoder import AnyDecoder, Decoder
 from quantkit.runtime.model.lm_head import more_bytes
@@ -152,7 +152,7 @@ def start_peers(
     dtype: torch.dtype,
     options: EngineOptions,
     launcher: Launcher | None,
-    draft: DraftModel | None = None,
+    draft: Draft | None = None,
 ) -> PeerRanks | None:
     """Starts the other ranks; None where there is only one. They load while this process does."""
     ranks = ranks_of(options)

@@ -154,7 +154,9 @@ class ServerSettings(BaseModel):
         None, ge=1, description="Steps in flight through the stages; default: one for each stage."
     )
     speculative: str | None = Field(
-        None, min_length=1, description="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE or medusa=PATH."
+        None,
+        min_length=1,
+        description="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE, medusa=PATH or eagle=PATH,k=4.",
     )
     warm_up: bool = Field(
         True, description="Compile kernels and capture graphs for every load before the first request."
