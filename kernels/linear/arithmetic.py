@@ -1,0 +1,70 @@
+"""In which arithmetic packed weights are multiplied: in 16 bits, or in FP8 where a step has many tokens.
+
+    16-bit    always in 16 bits
+    fp8       many tokens in FP8, for which a weight is decoded to float8 in each step
+    fp8-copy  the same from a copy in float8 that is there from the start: a byte more for each weight, fewer tokens pay
+    None      as the format says: `fp8` where it rounds inputs to float8 (W4A8), else `16-bit`
+
+It is asked for weights of at most 4 bits alone: formats of 8 bits have an arithmetic of their own, or would lose what
+they have more than float8. A CPU gains nothing by it. It computes any number of tokens as a GPU computes many, so that
+quality can be measured there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from quantkit.formats import CodebookWeight, CtFloat8, CtPacked, Format, IntegerWeight, QuantizedWeight
+from quantkit.formats.float8_rows import float8_rows
+from quantkit.kernels.card import Card, card_of
+from quantkit.kernels.linear.decoded import device_of
+from quantkit.kernels.linear.weight import LinearWeight
+from quantkit.kernels.linear.weight_only.float8 import Float8Steps
+from quantkit.kernels.linear.weight_only.weight import why_not
+
+ARITHMETIC = ("16-bit", "fp8", "fp8-copy")
+_FLOAT8 = CtFloat8(dtype="float32")  # inputs by token, weights by row
+_MOST_BITS = 4
+
+
+class Meaning(NamedTuple):
+    """What a layer computes: `reference.linear.linear` of these."""
+
+    fmt: Format
+    weight: QuantizedWeight
+
+
+def multiplies_in_float8(fmt: Format, quantized: QuantizedWeight, arithmetic: str | None) -> bool:
+    """Whether steps of many tokens do, where the card can."""
+    if arithmetic is None:
+        arithmetic = "fp8" if rounds_to_float8(fmt) else "16-bit"
+    return arithmetic != "16-bit" and _has_few_bits(quantized) and why_not(quantized) is None
+
+
+def _has_few_bits(quantized: QuantizedWeight) -> bool:
+    if isinstance(quantized, IntegerWeight):
+        return quantized.bits <= _MOST_BITS
+    return isinstance(quantized, CodebookWeight)
+
+
+def rounds_to_float8(fmt: Format) -> bool:
+    """Whether a format of packed weights asks for inputs in float8."""
+    return isinstance(fmt, CtPacked) and fmt.activations == "fp8"
+
+
+def with_exact_inputs(fmt: Format) -> Format:
+    """The format as it is computed in 16 bits; 8-bit formats as they are."""
+    return replace(fmt, activations="exact") if isinstance(fmt, CtPacked) else fmt
+
+
+def meaning_of_few(fmt: Format, quantized: QuantizedWeight, arithmetic: str | None) -> Meaning:
+    """Of a step with few tokens on the device of the weight."""
+    if device_of(quantized).type != "cuda" and multiplies_in_float8(fmt, quantized, arithmetic):
+        return in_float8(quantized)
+    return Meaning(with_exact_inputs(fmt), quantized)
+
+
+def in_float8(quantized: QuantizedWeight) -> Meaning:
+    return Meaning(_FLOAT8, float8_rows(quantized))
