@@ -5,23 +5,19 @@
     fp8-copy  the same from a copy in float8 that is there from the start: a byte more for each weight, fewer tokens pay
     None      as the format says: `fp8` where it rounds inputs to float8 (W4A8), else `16-bit`
 
-It is asked for weights of at most 4 bits alone: formats of 8 bits have an arithmetic of their own, or would lose what
-they have more than float8. A CPU gains nothing by it. It computes any number of tokens as a GPU computes many, so that
-quality can be measured there.
+It is for weights of at most 4 bits: formats of 8 bits have an arithmetic of their own, or would lose what they have
+more than float8, and GGUF blocks stay in 16 bits. A CPU gains nothing by it. It computes any number of tokens as a GPU
+computes many, so that quality can be measured there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from quantkit.formats import CodebookWeight, CtFloat8, CtPacked, Format, IntegerWeight, QuantizedWeight
+from quantkit.formats import CtFloat8, CtPacked, Format, Gguf, QuantizedWeight
 from quantkit.formats.float8_rows import float8_rows
-from quantkit.kernels.card import Card, card_of
 from quantkit.kernels.linear.decoded import device_of
-from quantkit.kernels.linear.weight import LinearWeight
-from quantkit.kernels.linear.weight_only.float8 import Float8Steps
 from quantkit.kernels.linear.weight_only.weight import why_not
 
 ARITHMETIC = ("16-bit", "fp8", "fp8-copy")
@@ -40,13 +36,12 @@ def multiplies_in_float8(fmt: Format, quantized: QuantizedWeight, arithmetic: st
     """Whether steps of many tokens do, where the card can."""
     if arithmetic is None:
         arithmetic = "fp8" if rounds_to_float8(fmt) else "16-bit"
-    return arithmetic != "16-bit" and _has_few_bits(quantized) and why_not(quantized) is None
+    return arithmetic != "16-bit" and takes_float8(fmt) and why_not(quantized) is None
 
 
-def _has_few_bits(quantized: QuantizedWeight) -> bool:
-    if isinstance(quantized, IntegerWeight):
-        return quantized.bits <= _MOST_BITS
-    return isinstance(quantized, CodebookWeight)
+def takes_float8(fmt: Format) -> bool:
+    """Whether it can be asked for layers of a format."""
+    return fmt.bits <= _MOST_BITS and not isinstance(fmt, Gguf)
 
 
 def rounds_to_float8(fmt: Format) -> bool:
