@@ -34,10 +34,11 @@ def prepare(
 ) -> LinearWeight:
     """The weight as the kernels of its device want it, for activations of this dtype."""
     weight = _prepare(*meaning_of_few(fmt, quantized, arithmetic), dtype)
-    in_float8 = isinstance(weight, PackedWeight) and multiplies_in_float8(fmt, quantized, arithmetic)
-    if in_float8 and card_of(weight.device).has_float8:
-        return float8.lay_out(weight, quantized, copied=arithmetic == "fp8-copy")
-    return weight
+    if not isinstance(weight, PackedWeight) or not card_of(weight.device).has_float8:
+        return weight
+    if not multiplies_in_float8(fmt, quantized, arithmetic):
+        return weight
+    return float8.lay_out(weight, quantized, copied=arithmetic == "fp8-copy")
 
 
 def _prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
