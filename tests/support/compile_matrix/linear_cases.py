@@ -14,7 +14,8 @@ from quantkit.kernels.card import Card
 from quantkit.kernels.linear import dispatch
 from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.weight import Choice
-from quantkit.kernels.linear.weight_only.dequantize import dequantize
+from quantkit.kernels.linear.weight_only.dequantize import dequantize, to_float8_rows
+from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 OUTPUTS, INPUTS = 768, 512  # which all tiles divide
 VOCABULARY = 262_208
@@ -25,6 +26,9 @@ def linear_cases(card: Card) -> Iterator[Case]:
         weight = weight_of(name, OUTPUTS, INPUTS)
         for way in _ways(weight, card):
             yield Case(f"{name} {way}", lambda dtype, weight=weight, way=way: _run(weight, way, dtype), way.tried)
+        if isinstance(weight, PackedWeight) and card.has_float8:
+            scales = torch.ones(weight.rows)
+            yield Case(f"{name} to float8", lambda _, weight=weight, scales=scales: to_float8_rows(weight, scales))
     for outputs in (OUTPUTS, VOCABULARY):
         plain = {dtype: dense.lay_out(_unwritten(outputs, INPUTS, dtype)) for dtype in HALVES}
         for way in _ways(plain[torch.bfloat16], card, tables=outputs == OUTPUTS):
