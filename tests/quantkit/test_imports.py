@@ -53,7 +53,8 @@ ALLOWED: dict[str, set[str]] = {
     "expert_modules": {"arch", "stages"},
     "skeleton": {"arch", "checkpoint", "expert_modules"},
     "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "skeleton", "stages"},
-    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"} | {"token_windows", "served"},
+    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"}
+    | {"token_windows", "served"},
     "reference": {"arch", "errors", "expert_modules", "formats", "checkpoint", "devices", "served", "sources"},
 }
 ALLOWED["reference"] |= {"expert_check"}
