@@ -15,9 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from quantkit.formats import CtFloat8, CtPacked, Format, Gguf, QuantizedWeight
 from quantkit.formats.float8_rows import float8_rows
 from quantkit.kernels.linear.decoded import device_of
+from quantkit.kernels.linear.weight_only.float8 import Float8Steps
 from quantkit.kernels.linear.weight_only.weight import why_not
 
 ARITHMETIC = ("16-bit", "fp8", "fp8-copy")
@@ -59,6 +62,11 @@ def meaning_of_few(fmt: Format, quantized: QuantizedWeight, arithmetic: str | No
     if device_of(quantized).type != "cuda" and multiplies_in_float8(fmt, quantized, arithmetic):
         return in_float8(quantized)
     return Meaning(with_exact_inputs(fmt), quantized)
+
+
+def meaning_of_many(weight: Float8Steps, quantized: QuantizedWeight, tokens: int, dtype: torch.dtype) -> Meaning:
+    """Of a step with so many tokens: inputs are rounded, and the weight where its kernel does that."""
+    return in_float8(quantized) if weight.rounds_itself(tokens, dtype) else Meaning(_FLOAT8, quantized)
 
 
 def in_float8(quantized: QuantizedWeight) -> Meaning:

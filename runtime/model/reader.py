@@ -17,7 +17,7 @@ from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import QuantkitError, StorageError
 from quantkit.formats import Format, Gguf, Index, QuantizedWeight, Shape
 from quantkit.kernels.card import card_of
-from quantkit.kernels.linear.arithmetic import in_float8, meaning_of_few, with_exact_inputs
+from quantkit.kernels.linear.arithmetic import meaning_of_few, meaning_of_many, with_exact_inputs
 from quantkit.kernels.linear.decoded import DecodedWeight, why_card_decodes
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.fuse import join
@@ -169,7 +169,8 @@ class Reader:
             try_layer(name, *few, weight, self.dtype, self.device, self.tried_rows)
             if isinstance(weight, Float8Steps):
                 many = weight.fewest_tokens(card_of(self.device))
-                try_layer(name, *in_float8(quantized), weight, self.dtype, self.device, self.tried_rows, tokens=many)
+                wanted = meaning_of_many(weight, quantized, many, self.dtype)
+                try_layer(name, *wanted, weight, self.dtype, self.device, self.tried_rows, tokens=many)
         return weight
 
     def plane(self, name: str, outputs: int, inputs: int) -> PackedWeight | EightBitWeight:

@@ -70,7 +70,7 @@ def test_every_format_is_checked_and_timed(run_cli: Cli, monkeypatch: pytest.Mon
         assert row["percent_of_limit"] > 0
         assert ("torch" in row["peers"]) == (not row["layer"].startswith("decode"))
     assert [row["format"] for row in linear if "tinygemm" in row["peers"]][::2] == [
-        *("w4", "w4-g64", "w4-g32", "w4-asym", "awq"),
+        *("w4", "w4a8", "w4-g64", "w4-g32", "w4-asym", "awq"),
     ]
 
 

@@ -6,15 +6,29 @@ import pytest
 import torch
 
 from quantkit.errors import InputError
-from quantkit.formats import Awq, CtFloat8, CtInt8, CtMxfp4, CtPacked, Format, Fp4, Gguf, Gptq, LlmInt8, Nf4
+from quantkit.formats import (
+    Awq,
+    CtFloat8,
+    CtInt8,
+    CtMxfp4,
+    CtPacked,
+    Float8Weight,
+    Format,
+    Fp4,
+    Gguf,
+    Gptq,
+    LlmInt8,
+    Nf4,
+)
 from quantkit.formats.float8_rows import float8_rows, row_scales
 from quantkit.kernels.card import KNOWN, NO_GPU
 from quantkit.kernels.linear import arithmetic, op
-from quantkit.kernels.linear.dispatch import choose
+from quantkit.kernels.linear.dispatch import choose, to_entry
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.fuse import join
-from quantkit.kernels.linear.weight_only import float8
+from quantkit.kernels.linear.weight_only import float8, float8_codes
 from quantkit.kernels.linear.weight_only.dequantize import to_float8_rows
+from quantkit.kernels.linear.weight_only.float8_codes import CodesConfig
 from quantkit.kernels.linear.weight_only.weight import PackedWeight, lay_out
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
@@ -105,8 +119,8 @@ def test_every_kind_of_weight(name: str, dtype: str, device: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "outputs"), [(0, 16), (1, 72), (17, 130), (300, 33)])
 def test_any_number_of_tokens_and_outputs(tokens: int, outputs: int, device: str) -> None:
-    quantized = quantized_weight(W4, outputs, 256, device)
-    x = torch.randn(tokens, 256, device=device, dtype=torch.bfloat16)
+    quantized = quantized_weight(W4, outputs, 128, device)
+    x = torch.randn(tokens, 128, device=device, dtype=torch.bfloat16)
     decoded, copied = (run("float8", x, steps(quantized, copied=copied)) for copied in (False, True))
     assert torch.equal(decoded, copied)
     assert decoded.shape == (tokens, outputs)
@@ -143,6 +157,63 @@ def test_layers_that_join_compute_what_they_did_apart(copied: bool, device: str)
     assert weights[0].join([other]) is None
 
 
+CODES = [*(name for name in FORMATS if name not in ("nf4", "fp4")), "w3g64"]
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(CODES))
+def test_codes_are_exact_in_float8(name: str, device: str) -> None:
+    """Weights are not rounded at all: half of what rounding both costs."""
+    fmt = FORMATS[name]
+    inputs = 384 if getattr(fmt, "group_size", 0) == 128 else 192
+    quantized = quantized_weight(fmt, 72, inputs, device)
+    dtype = [*DTYPES.values()][CODES.index(name) % 2]
+    x = torch.randn(17, inputs, device=device).to(dtype)
+    bias, out = torch.randn(72, device=device).to(dtype), torch.full((17, 72), float("nan"), dtype=dtype, device=device)
+    weight = steps(quantized)
+    config = CodesConfig(64, 16, 4, 3, splits=2)
+    assert weight.kernels["codes"].run(x, weight, config, bias, out) is out
+    assert relative_error(out, reference.exact(x, FP8, quantized, bias)) < LARGEST_ERROR[str(dtype)[6:]]
+    assert int(weight.packed.tickets.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(("tokens", "outputs"), [(0, 16), (1, 130), (70, 33)])
+def test_codes_with_any_number_of_tokens_and_outputs(tokens: int, outputs: int, device: str) -> None:
+    quantized = quantized_weight(FORMATS["w4g128-asym"], outputs, 256, device)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).to(device)
+    scattered = dataclasses.replace(quantized, group_of=(order // 128).to(torch.int32))
+    x = torch.randn(tokens, 256, device=device, dtype=torch.float16)
+    y = float8_codes.matmul(x, lay_out(scattered), CodesConfig(64, 64, 4, 3))
+    assert y.shape == (tokens, outputs)
+    if tokens:
+        assert relative_error(y, reference.exact(x, FP8, scattered)) < LARGEST_ERROR["float16"]
+
+
+@pytest.mark.parametrize("fmt", [Nf4(), CtPacked(bits=8), CtPacked(group_size=16)], ids=lambda fmt: fmt.describe())
+def test_what_is_not_exact_in_float8_is_refused(fmt: Format) -> None:
+    quantized = fmt.quantize(torch.randn(16, 128))
+    with pytest.raises(InputError, match="is not exact in float8"):
+        float8_codes.matmul(torch.randn(4, 128, dtype=torch.float16), lay_out(quantized), CodesConfig())
+    weight = steps(quantized)
+    measured = {weight.kind: {"16x128": {"64": ["codes", 64, 64, 4, 4, 1]}}}
+    assert choose(weight, 60, measured).kernel == "packed"
+    assert [choice.kernel for choice in weight.candidates(256)] == ["packed", "float8"]
+
+
+def test_codes_run_where_they_were_measured() -> None:
+    quantized = W4.quantize(torch.randn(128, 256))
+    weight = steps(quantized)
+    tried = [choice for choice in weight.candidates(256) if choice.kernel == "codes"]
+    assert {choice.config.splits for choice in tried} >= {1}
+    assert not [choice for choice in weight.candidates(32) if choice.kernel == "codes"]
+    measured = {"int4-g128-fp8": {"128x256": {"256": to_entry(tried[0])}}}
+    assert choose(weight, 256, measured).config == tried[0].config
+    assert (
+        arithmetic.meaning_of_many(weight, quantized, 8192, torch.bfloat16).fmt == arithmetic.in_float8(quantized).fmt
+    )
+    assert isinstance(arithmetic.meaning_of_many(weight, quantized, 8192, torch.bfloat16).weight, Float8Weight)
+    assert arithmetic.meaning_of_many(weight, quantized, 8, torch.bfloat16).weight is quantized
+
+
 def test_the_number_of_tokens_decides() -> None:
     """A card that moves bytes faster gains from fewer tokens, and a copy pays sooner."""
     quantized = W4.quantize(torch.randn(128, 256))
@@ -160,7 +231,10 @@ def test_the_number_of_tokens_decides() -> None:
     assert choose(decoded, 9000, measured).kernel == "packed"
     assert choose(decoded, 30, measured).kernel == "packed"  # not measured: as estimated
     assert choose(copied, 5, measured).kernel == decoded.default(5, NO_GPU).kernel == "packed"
-    assert [choice.kernel for choice in decoded.candidates(64)] == ["packed", "float8"]
+    assert [choice.kernel for choice in decoded.candidates(64) if getattr(choice.config, "splits", 1) == 1] == [
+        "packed",
+        "float8",
+    ] + ["codes"] * 4
 
 
 def test_bytes_of_a_copy() -> None:

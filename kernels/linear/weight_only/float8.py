@@ -2,17 +2,20 @@
 
 Few tokens wait for the weight, and 4 bits are read fastest. Many tokens wait for the multiplication, which float8 does
 at twice the rate: then the weight is decoded to float8 in each step, or a copy of it in float8 is there from the
-start, and the kernels of FP8 weights (`eight_bit/`) do the rest, each token rounded with a scale of its own.
+start, and the kernels of FP8 weights (`eight_bit/`) do the rest, each token rounded with a scale of its own. Where it
+was measured to be faster, codes are multiplied as they are (`float8_codes.py`), and only tokens are rounded.
 
 Layout   a weight as in `weight.py`, a float32 scale for every row, perhaps the copy
-Meaning  for few tokens that of the packed weight; for many `reference.linear.linear` of `formats/float8_rows.py`
+Meaning  for few tokens that of the packed weight; for many `arithmetic.meaning_of_many`
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +23,13 @@ from torch import Tensor
 from quantkit.formats import QuantizedWeight
 from quantkit.formats.float8_rows import row_scales
 from quantkit.kernels.card import Card
-from quantkit.kernels.linear.cost import fewest_tokens_for_bytes
 from quantkit.kernels.linear.dispatch import BUCKETS, bucket_of, choose
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, by_name
 from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 _MOST_AT_ONCE = 2  # bytes: decoded to float8, and read again
+_FEWEST_OF_CODES = 64  # tokens; fewer wait for the weight in any arithmetic
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Float8Steps:
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
-        return _KERNELS
+        return _kernels()
 
     def bucket(self, tokens: int) -> int | None:
         return bucket_of(tokens)
@@ -87,13 +90,26 @@ class Float8Steps:
 
     def fewest_tokens(self, card: Card) -> int:
         """From which FP8 is faster: twice the rate has to pay for the bytes that move beside those of the codes."""
+        from quantkit.kernels.linear.cost import fewest_tokens_for_bytes  # needs Triton
+
         codes = self.packed.nbytes / (self.packed.rows * self.packed.chunks * 128)
         more = 1 - codes if self.copy is not None else _MOST_AT_ONCE
         return fewest_tokens_for_bytes(more, card)
 
     def candidates(self, tokens: int) -> Iterator[Choice]:
-        for kernel in _KERNELS:
-            yield Choice(kernel, None, "")
+        yield Choice(PACKED.name, None, "")
+        yield Choice(FLOAT8.name, None, "")
+        if tokens >= _FEWEST_OF_CODES and self.kernels[CODES].supports(self, self.token_dtype):
+            from quantkit.kernels.linear.splits import splits_to_try  # needs Triton
+            from quantkit.kernels.linear.weight_only.float8_codes import TRIED
+
+            for config in TRIED:
+                for splits in splits_to_try(self.outputs, config.outputs, tokens, config.tokens, self.packed.chunks):
+                    yield Choice(CODES, replace(config, splits=splits), "")
+
+    def rounds_itself(self, tokens: int, dtype: torch.dtype) -> bool:
+        """Whether weights are rounded to float8, too, for so many tokens."""
+        return choose(self, tokens, dtype=dtype).kernel == FLOAT8.name
 
     def join(self, others: Sequence[LinearWeight]) -> Float8Steps | None:
         alike = [weight for weight in others if isinstance(weight, Float8Steps)]
@@ -146,4 +162,17 @@ def _run(x: Tensor, weight: PackedWeight | EightBitWeight, bias: Tensor | None, 
 
 PACKED = Kernel("packed", _in_16_bits)
 FLOAT8 = Kernel("float8", _in_float8)
-_KERNELS = by_name(PACKED, FLOAT8)
+CODES = "codes"
+
+
+@cache
+def _kernels() -> Mapping[str, Kernel]:
+    from quantkit.kernels.linear.weight_only import float8_codes  # needs Triton
+
+    def by_codes(x: Tensor, weight: Float8Steps, config: Any, *, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return float8_codes.matmul(x, weight.packed, config, bias=bias, out=out)
+
+    def supports(weight: Float8Steps, dtype: torch.dtype) -> bool:
+        return float8_codes.supports(weight.packed)
+
+    return by_name(PACKED, FLOAT8, Kernel(CODES, by_codes, float8_codes.CodesConfig, supports))

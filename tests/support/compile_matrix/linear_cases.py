@@ -14,6 +14,7 @@ from quantkit.kernels.card import Card
 from quantkit.kernels.linear import dispatch
 from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.weight import Choice
+from quantkit.kernels.linear.weight_only import float8_codes
 from quantkit.kernels.linear.weight_only.dequantize import dequantize, to_float8_rows
 from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
@@ -29,11 +30,22 @@ def linear_cases(card: Card) -> Iterator[Case]:
         if isinstance(weight, PackedWeight) and card.has_float8:
             scales = torch.ones(weight.rows)
             yield Case(f"{name} to float8", lambda _, weight=weight, scales=scales: to_float8_rows(weight, scales))
+            yield from _codes_in_float8(name, weight)
     for outputs in (OUTPUTS, VOCABULARY):
         plain = {dtype: dense.lay_out(_unwritten(outputs, INPUTS, dtype)) for dtype in HALVES}
         for way in _ways(plain[torch.bfloat16], card, tables=outputs == OUTPUTS):
             launch = lambda dtype, way=way, plain=plain: _run(plain[dtype], way, dtype)  # noqa: E731
             yield Case(f"plain {outputs} {way}", launch, way.tried)
+
+
+def _codes_in_float8(name: str, weight: PackedWeight) -> Iterator[Case]:
+    for place, config in enumerate(float8_codes.TRIED if float8_codes.supports(weight) else ()):
+
+        def launch(dtype: torch.dtype, config: float8_codes.CodesConfig = config) -> None:
+            x = torch.zeros(2 * config.tokens, weight.inputs, dtype=dtype)
+            float8_codes.matmul(x, weight, config)
+
+        yield Case(f"{name} codes in float8 {config}", launch, tried=place > 0)
 
 
 def _unwritten(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
