@@ -5,22 +5,30 @@ On a CPU any number of tokens is computed as a GPU computes many (`tests/kernels
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import InputError
+from quantkit.errors import InputError, QuantkitError
 from quantkit.formats import CtPacked
+from quantkit.formats.float8_rows import float8_rows
 from quantkit.inspection import inspect_checkpoint
+from quantkit.kernels.card import KNOWN, pretend
+from quantkit.kernels.linear import arithmetic, op
 from quantkit.kernels.linear.arithmetic import in_float8
+from quantkit.kernels.linear.weight_only import float8
+from quantkit.kernels.linear.weight_only.float8 import Float8Steps
+from quantkit.kernels.linear.weight_only.weight import PackedWeight
 from quantkit.kernels.reference import linear as reference
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.memory import weight_bytes
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ranks import Ranks
+from quantkit.runtime.model.reader import Reader
 from quantkit.runtime.parallel.rank_memory import rank_weight_bytes
 from quantkit.runtime.startup import start_engine
 
@@ -39,10 +47,10 @@ def w4(quantized_tiny: Callable[..., Path]) -> Path:
     return quantized_tiny("rtn-w4g128-ct")
 
 
-def down_of_first_block(folder: Path, arithmetic: str | None, x: torch.Tensor) -> torch.Tensor:
+def down_of_first_block(folder: Path, how: str | None, x: torch.Tensor) -> torch.Tensor:
     checkpoint = Checkpoint(folder)
     config = read_model_config(checkpoint.config)
-    weights = load_weights(checkpoint, config, torch.float32, CPU, arithmetic=arithmetic)
+    weights = load_weights(checkpoint, config, torch.float32, CPU, arithmetic=how)
     return weights.blocks[0].mlp.linears[1](x)
 
 
@@ -80,15 +88,42 @@ def test_blocks_compute_what_is_asked(w4a8: Path, w4: Path) -> None:
     exact = x @ quantized.dequantize().T
     rounded = reference.linear(x, *in_float8(quantized))
     assert float((rounded - exact).norm() / exact.norm()) > 0.01
-    for folder, arithmetic, wanted in (
+    for folder, how, wanted in (
         (w4, None, exact),
         (w4, "fp8", rounded),
         (w4, "fp8-copy", rounded),
         (w4a8, None, rounded),
         (w4a8, "16-bit", exact),
     ):
-        found = down_of_first_block(folder, arithmetic, x)
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=f"{folder.name} {arithmetic}")
+        found = down_of_first_block(folder, how, x)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=f"{folder.name} {how}")
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are laid out for kernels of a GPU, which Triton's interpreter runs."""
+    for place in (op, arithmetic):
+        monkeypatch.setattr(place, "device_of", lambda quantized: torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_layer_on_a_gpu_is_tried_with_few_tokens_and_with_many(w4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint(w4)
+    config = read_model_config(checkpoint.config)
+    reader = Reader(checkpoint, config, torch.bfloat16, CPU, arithmetic="fp8-copy")
+    fmt = checkpoint.formats[DOWN]
+    part = checkpoint.quantized(DOWN).cut(slice(0, 48), slice(0, 128))
+    with pretend(KNOWN["sm_100"]):
+        weight = reader.prepared(DOWN, fmt, part)
+        assert isinstance(weight, Float8Steps)
+        assert weight.copy is not None
+        monkeypatch.setattr(float8, "row_scales", lambda quantized: 3 * float8_rows(quantized).scales.flatten())
+        reader.prepared(DOWN, fmt, part)  # too large a scale costs little
+        monkeypatch.setattr(float8, "_decoded", lambda packed, scales: replace(weight.copy, scales=2 * scales))
+        with pytest.raises(QuantkitError, match=rf"layer {DOWN} would give garbage: its kernel is off by"):
+            reader.prepared(DOWN, fmt, part)
+    with pretend(KNOWN["sm_80"]):
+        assert isinstance(op.prepare(fmt, part, torch.bfloat16, "fp8"), PackedWeight)
 
 
 def test_experts_stay_in_16_bits(quantized_experts: Path) -> None:
