@@ -164,8 +164,11 @@ class Reader:
 
     def prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
         with self.checkpoint.naming(name):
-            weight = prepare(fmt, quantized, self.dtype, self.arithmetic)
             few = meaning_of_few(fmt, quantized, self.arithmetic)
+            if few.weight is quantized:
+                weight = prepare(fmt, quantized, self.dtype, self.arithmetic)
+            else:  # rounded once more, which takes its time
+                weight = prepare(*few, self.dtype)
             try_layer(name, *few, weight, self.dtype, self.device, self.tried_rows)
             if isinstance(weight, Float8Steps):
                 many = weight.fewest_tokens(card_of(self.device))
