@@ -100,10 +100,14 @@ def start_engine(
 
     def load() -> Weights:
         return load_weights(
-            checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits, options.kv_dtype
-        )
+            checkpoint, config, dtype, options.torch_device, on_block, ranks, options.head_bits, options.kv_dtype,
+            options.arithmetic,
+        )  # fmt: skip
 
-    size = weight_bytes(checkpoint, dtype) if peers is None else rank_weight_bytes(checkpoint, config, dtype, ranks)
+    if peers is None:
+        size = weight_bytes(checkpoint, dtype, options.arithmetic)
+    else:
+        size = rank_weight_bytes(checkpoint, config, dtype, ranks, options.arithmetic)
     size += more_bytes(config, dtype, options.head_bits, ranks)
     try:
         return build_engine(
@@ -215,8 +219,10 @@ def _choose_cache(
     needs = []
     for rank in range(ranks.world):
         one = replace(ranks, rank=rank)
-        alone = ranks.world == 1
-        size = weight_bytes(checkpoint, dtype) if alone else rank_weight_bytes(checkpoint, config, dtype, one)
+        if ranks.world == 1:
+            size = weight_bytes(checkpoint, dtype, options.arithmetic)
+        else:
+            size = rank_weight_bytes(checkpoint, config, dtype, one, options.arithmetic)
         size += more_bytes(config, dtype, options.head_bits, one)
         beside = draft if rank == 0 else None
         size += 0 if beside is None else beside.size

@@ -18,6 +18,7 @@ from quantkit.eval.behaviour.measures import MEASURES, Measure
 from quantkit.eval.behaviour.prompts import BUNDLED_PROMPTS, BehaviourPrompt, read_prompts
 from quantkit.eval.behaviour.questions import Question, questions_of
 from quantkit.eval.behaviour.results import BehaviourResult, MeasureResult, SameAnswers
+from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.server.tools.parsers import style_of
 from quantkit.sources import model_folder
@@ -39,13 +40,14 @@ def measure_behaviour(
     max_tokens: int = 256,
     need_template: bool = False,
     head_bits: int | None = None,
+    arithmetic: str | None = None,
     bar: Bar = no_bar,
     **engine: Any,
 ) -> BehaviourResult:
     """Behaviour on a file of prompts, compared with that of `base` on the same prompts and seeds.
 
-    One answer a prompt is greedy, several are drawn. `head_bits` are the model's only, as in the other measures;
-    `engine` are options of `LLM` for both. `bar` shows how far it is.
+    One answer a prompt is greedy, several are drawn. `head_bits` and `arithmetic` are the model's only, as in the
+    other measures; `engine` are options of `LLM` for both. `bar` shows how far it is.
     """
     if max_tokens < SHORTEST_LOOP:
         raise InputError(f"answers of {max_tokens} tokens cannot show a loop; allow {SHORTEST_LOOP} or more")
@@ -56,7 +58,7 @@ def measure_behaviour(
     assert tokenizer is not None  # or there would be no questions
     if base is not None:
         _check_comparable(model, base, read, questions)
-    answers, arithmetic = answers_of(model, questions, asking, bar, head_bits=head_bits, **engine)
+    answers, computed = answers_of(model, questions, asking, bar, head_bits=head_bits, arithmetic=arithmetic, **engine)
     base_answers = None if base is None else answers_of(base, questions, asking, bar, **engine)[0]
     style = style_of(tokenizer)
     return BehaviourResult(
@@ -69,7 +71,7 @@ def measure_behaviour(
         prompts=sum(not question.forced for question in questions),
         chat_template=bool(tokenizer.chat_template),
         asking=asking,
-        arithmetic=arithmetic if head_bits is None else f"{arithmetic}, head {head_bits} bit",
+        arithmetic=computed + EngineOptions(head_bits=head_bits, arithmetic=arithmetic).as_told,
         failures=tuple(one.failure for given in (*answers, *(base_answers or ())) for one in given if one.failure),
         answers=_listed(questions, answers, base_answers, style),
     )

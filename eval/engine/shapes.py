@@ -13,6 +13,7 @@ from quantkit.eval.engine.outliers import OutlierProfile
 from quantkit.eval.shapes import EXPERT_SHAPES, LATENT_SHAPES, PLAIN_SHAPES
 from quantkit.formats import Format, QuantizedWeight
 from quantkit.formats.base import ANY_LENGTH
+from quantkit.kernels.linear.arithmetic import takes_float8
 from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.grouped.stacks import lay_out, stack_of
 from quantkit.kernels.linear.grouped.weight import GroupedWeight, lay_out_half, why_not
@@ -50,9 +51,11 @@ class RandomWeights:
         zeros: bool = False,
         experts_alone: bool = False,
         outliers: OutlierProfile | None = None,
+        arithmetic: str | None = None,
     ) -> None:
         """Every linear in one format, or those of experts alone; None: as it is. `zeros`: of blocks, instead of weights
-        at random. `outliers`: columns that linears read have some, as many as a profile says."""
+        at random. `outliers`: columns that linears read have some, as many as a profile says. `arithmetic`: of linears
+        that are not experts (`kernels/linear/arithmetic.py`)."""
         if outliers is not None and any(config.latent or stage.routed for stages in config.stages for stage in stages):
             raise InputError("--outliers is for shapes without experts and latent attention; leave it out")
         self._outliers = outliers
@@ -62,6 +65,7 @@ class RandomWeights:
         self._dtype = dtype
         self._head_bits = head_bits
         self._zeros = zeros
+        self._arithmetic = arithmetic
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -72,7 +76,17 @@ class RandomWeights:
         plain += more_bytes(config, self._dtype, self._head_bits)
         routers = (stage.experts for stages in config.stages for stage in stages if stage.role == "gate_up")
         plain += sum(one.count * config.hidden * self._router_dtype(one).itemsize for one in routers if one)
-        return plain + sum(self._stored(*linear) for linear in self._linears())
+        return plain + sum(self._stored(*linear) for linear in self._linears()) + self._copied()
+
+    def _copied(self) -> int:
+        """Bytes of copies in float8, of which experts have none."""
+        fmt = self._format
+        if self._arithmetic != "fp8-copy" or fmt is None or not takes_float8(fmt):
+            return 0
+        stages = (stage for stages in self._config.stages for stage in stages if not stage.routed)
+        return sum(
+            sum(self._config.outputs(stage)) * self._config.inputs(stage) for stage in stages if stage.role != "kv_b"
+        )
 
     def _linears(self) -> Iterator[tuple[int, int, Format | None]]:
         for stage in (stage for stages in self._config.stages for stage in stages):
@@ -189,12 +203,13 @@ class RandomWeights:
         bias = self._random(sum(outputs)) if biased else None
         if fmt is None:
             return Linear((self._with_large_rows(self._weight(sum(outputs), inputs), stage.role, outputs[-1]),), bias)
+        arithmetic = "16-bit" if stage.routed else self._arithmetic
         weights: list[LinearWeight] = []
         for number, rows in enumerate(outputs, 1):
             weight = self._weight(rows, inputs)
             if number == len(outputs):
                 weight = self._with_large_rows(weight, stage.role, rows)
-            weights.append(prepare(fmt, fmt.quantize(weight), self._dtype))
+            weights.append(prepare(fmt, fmt.quantize(weight), self._dtype, arithmetic))
         joined = join(weights)
         return Linear(tuple(weights) if joined is None else (joined,), bias)
 

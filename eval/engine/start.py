@@ -20,6 +20,7 @@ from quantkit.eval.kernels.cases import UNQUANTIZED
 from quantkit.eval.shapes import QUANTIZED_EXPERTS
 from quantkit.formats import Format
 from quantkit.runtime.core.options import EngineOptions
+from quantkit.runtime.device.build import check_arithmetic
 from quantkit.runtime.drafters.draft_model import DraftModel
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.config import ModelConfig, read_model_config
@@ -94,11 +95,13 @@ def start_shape(
     config = read_model_config(raw)
     dtype = options.torch_dtype("bfloat16")
     alone = shape in QUANTIZED_EXPERTS
+    check_arithmetic(options.arithmetic, [] if fmt is None or alone else [fmt])
     weights = RandomWeights(
         *(config, fmt, dtype, options.torch_device, options.head_bits),
         zeros=zeros,
         experts_alone=alone,
         outliers=outliers,
+        arithmetic=options.arithmetic,
     )
     draft = _shape_draft(config, dtype, options)
     engine = build_engine(raw, config, weights.load, weights.nbytes(), dtype, options, stages=stages, draft=draft)
@@ -111,7 +114,7 @@ def _started(engine: Engine, model: str, described: str, stages: Stages, first: 
     run_load(engine, Load(1, min(SHORT_PROMPT, max(1, engine.memory.max_context // 2)), WARM_UP_TOKENS))
     return Started(
         model=model,
-        format=described if engine.options.head_bits is None else f"{described}, head {engine.options.head_bits} bit",
+        format=described + engine.options.as_told,
         dtype=str(engine.runner.decoder.weights.dtype)[6:],
         kv_dtype=engine.runner.cache.kind.label,
         stages=stages.seconds,

@@ -20,6 +20,7 @@ DTYPES = ("bfloat16", "float16")
 # Name -> the format for a model of some dtype, as the recipes set it.
 FORMATS: dict[str, Callable[[str], Format]] = {
     "w4": lambda dtype: CtPacked(dtype=dtype),
+    "w4a8": lambda dtype: CtPacked(activations="fp8", dtype=dtype),
     "w4-g64": lambda dtype: CtPacked(group_size=64, dtype=dtype),
     "w4-g32": lambda dtype: CtPacked(group_size=32, dtype=dtype),
     "w4-asym": lambda dtype: CtPacked(sym=False, dtype=dtype),

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from quantkit.eval.kernels.cases import Case
 from quantkit.eval.kernels.contenders import Contender, Quantkit
-from quantkit.eval.kernels.problems import Problem, make_problems
+from quantkit.eval.kernels.problems import LinearProblem, Problem, make_problems
 from quantkit.eval.kernels.results import Measured, Report
 from quantkit.eval.kernels.timing import Clock, Limits, Times
-from quantkit.kernels.reference.compare import LARGEST_ERROR, ROUNDED_INPUTS, relative_error
+from quantkit.kernels.linear.arithmetic import rounds_to_float8
+from quantkit.kernels.reference.compare import FLOAT8_STEPS, LARGEST_ERROR, ROUNDED_INPUTS, relative_error
 
 PEER_ERROR = 0.05  # peers may round inputs and scales in their own way, but must compute the same thing
 OURS: Contender = Quantkit()
@@ -51,6 +52,8 @@ class Bench:
         return Measured(problem.case, explanation, error, times, peers)
 
     def _largest_error(self, problem: Problem) -> float:
+        if isinstance(problem, LinearProblem) and problem.case.fmt and rounds_to_float8(problem.case.fmt):
+            return FLOAT8_STEPS
         if self.clock.device.type == "cpu" and problem.case.dtype != "float32":
             return ROUNDED_INPUTS
         return LARGEST_ERROR[problem.case.dtype]

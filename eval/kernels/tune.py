@@ -10,6 +10,8 @@ from torch import Tensor
 from quantkit.eval.kernels.cases import Case, LinearCase
 from quantkit.eval.kernels.problems import LinearProblem, make_problems
 from quantkit.kernels.linear import op
+from quantkit.kernels.linear.arithmetic import rounds_to_float8
+from quantkit.kernels.reference.compare import FLOAT8_STEPS
 
 
 @torch.no_grad()
@@ -33,5 +35,6 @@ def tune_cases(cases: Sequence[Case], device: torch.device, progress: Callable[[
                 fmt, quantized = problem.weight.fmt, problem.weight.quantized
                 return (x if fmt is None or quantized is None else fmt.served_inputs(x, quantized)) @ dense.mT
 
-            measured += tune_once(weight, expected, again=True, progress=progress)
+            allowed = {"largest_error": FLOAT8_STEPS} if fmt is not None and rounds_to_float8(fmt) else {}
+            measured += tune_once(weight, expected, again=True, progress=progress, **allowed)
     return measured

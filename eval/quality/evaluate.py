@@ -38,6 +38,7 @@ def evaluate(
     watch: Watch = _unwatched,
     head_bits: int | None = None,
     kv_dtype: str | None = None,
+    arithmetic: str | None = None,
     start_token: bool = True,
     null_kl: bool = False,
     **how: Any,
@@ -47,16 +48,16 @@ def evaluate(
     `text` is a UTF-8 file, or `wikitext2` or `c4` of the hub; `max_windows` of it are read, and `base` is compared on
     the first `compared_windows`. `how` is passed to `load_predictor`: backend ("reference" or "runtime"), dtype,
     activations, step_tokens, ranks. `head_bits` rounds the output layer of `model` alone; `kv_dtype` is the kind of its
-    KV cache alone. `start_token`: windows begin with the token that the tokenizer puts before every text, where it
-    does. `null_kl`: also how far `base` is from itself in float32, which is what the arithmetic alone adds to KL;
-    `base` is loaded once more for it.
+    KV cache alone, `arithmetic` that of its packed weights alone. `start_token`: windows begin with the token that the
+    tokenizer puts before every text, where it does. `null_kl`: also how far `base` is from itself in float32, which is
+    what the arithmetic alone adds to KL; `base` is loaded once more for it.
     """
     check_source(text)
     device = resolve_device(device)
     for one in (model, base or model):
         model_folder(one)  # what is not there is told before minutes of loading
     with watch("loading") as advance:
-        own: dict[str, Any] = {"head_bits": head_bits, "kv_dtype": kv_dtype}
+        own: dict[str, Any] = {"head_bits": head_bits, "kv_dtype": kv_dtype, "arithmetic": arithmetic}
         predictor = load_predictor(model, window=window, device=device, on_part=advance, **own, **how)
     windows = read_windows(load_tokenizer(model), text, window=window, max_windows=max_windows, begin=start_token)
     reference = None

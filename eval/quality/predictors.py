@@ -103,8 +103,7 @@ class RuntimePredictor:
         kernels = "Triton kernels" if self.engine.runner.device.type == "cuda" else on_cpu
         dtype = str(self.engine.runner.decoder.weights.dtype)[6:]
         detail = f"{kernels}, paged cache, step_tokens {self.step_tokens}"
-        if self.engine.options.head_bits is not None:
-            detail += f", head {self.engine.options.head_bits} bit"
+        detail += self.engine.options.as_told
         if self.engine.options.kv_dtype != "auto":
             detail += f", KV cache {self.engine.options.kv_dtype}"
         return Arithmetic("runtime", dtype, str(self.engine.runner.device), detail)
@@ -146,6 +145,7 @@ def load_predictor(
     step_tokens: int | None = None,
     head_bits: int | None = None,
     kv_dtype: str | None = None,
+    arithmetic: str | None = None,
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
     pipeline_parallel: int = 1,
@@ -154,8 +154,8 @@ def load_predictor(
     """A model, ready for windows of this size.
 
     `dtype`: float32 unless given; the runtime on a GPU takes the checkpoint's own. `activations` (served or exact) is
-    the reference's, `step_tokens` (whole windows unless given), `head_bits`, `kv_dtype` and the ranks are the
-    runtime's.
+    the reference's, `step_tokens` (whole windows unless given), `head_bits`, `kv_dtype`, `arithmetic` and the ranks are
+    the runtime's.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
@@ -165,6 +165,8 @@ def load_predictor(
             raise InputError(f"head_bits is {head_bits}, but the reference keeps the output layer; use backend runtime")
         if kv_dtype is not None:
             raise InputError(f"kv_dtype is {kv_dtype}, but the reference has no KV cache; use backend runtime")
+        if arithmetic is not None:
+            raise InputError(f"arithmetic is {arithmetic}, but the reference has no kernels; use backend runtime")
         if tensor_parallel > 1 or pipeline_parallel > 1:
             raise InputError("tensor_parallel and pipeline_parallel need backend runtime")
         return _load_reference(model, window, dtype or "float32", device, activations, on_part)
@@ -176,6 +178,7 @@ def load_predictor(
         "tensor_parallel": tensor_parallel,
         "expert_parallel": expert_parallel,
         "head_bits": head_bits,
+        "arithmetic": arithmetic,
     }
     more |= {"pipeline_parallel": pipeline_parallel, "kv_dtype": kv_dtype or "auto"}
     return _load_runtime(model, window, dtype, device, step_tokens, more, on_part)

@@ -17,6 +17,7 @@ multiprocessors and their room are asked: other cards were never measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -93,6 +94,13 @@ def microseconds(product: Product, tile: Config, card: Card) -> float:
         sums = programs * tile.outputs * tile.tokens * 4
         time += _MEET + _MEET_EACH * splits + _SUMS * sums / card.bandwidth * 1e6
     return time
+
+
+def fewest_tokens_for_bytes(more: float, card: Card) -> int:
+    """From how many tokens on products of 8 bits instead of 16 pay for so many bytes more that move for each weight."""
+    moved = more / (_BANDWIDTH * card.bandwidth) * 1e6
+    gained = _MULTIPLY / 2 / card.processors
+    return math.ceil(moved / gained)
 
 
 def _step(product: Product, tile: Config, programs: int, card: Card) -> float:

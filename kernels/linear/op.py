@@ -5,6 +5,7 @@
 
 On a GPU the weight is laid out for the kernels of its room, on a CPU for torch's own (`cpu.py`), and `dispatch.py`
 picks one by the number of tokens. Where no kernel takes a weight, its meaning runs (`decoded.py`); `explain` says why.
+`arithmetic.py` says which weights are multiplied in FP8 where tokens are many.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from quantkit.formats import Format, GgufWeight, QuantizedWeight
 from quantkit.kernels.card import Card, card_of
+from quantkit.kernels.linear.arithmetic import meaning_of_few, multiplies_in_float8
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.decoded import DecodedWeight, device_of, why_card_decodes
 from quantkit.kernels.linear.dense import weight as dense
@@ -22,12 +24,24 @@ from quantkit.kernels.linear.dispatch import choose
 from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.weight import Choice
 from quantkit.kernels.linear.weight import LinearWeight as LinearWeight  # what callers hold
-from quantkit.kernels.linear.weight_only import gguf
+from quantkit.kernels.linear.weight_only import float8, gguf
 from quantkit.kernels.linear.weight_only import weight as weight_only
+from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 
-def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> LinearWeight:
+def prepare(
+    fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.bfloat16, arithmetic: str | None = None
+) -> LinearWeight:
     """The weight as the kernels of its device want it, for activations of this dtype."""
+    weight = _prepare(*meaning_of_few(fmt, quantized, arithmetic), dtype)
+    if not isinstance(weight, PackedWeight) or not card_of(weight.device).has_float8:
+        return weight
+    if not multiplies_in_float8(fmt, quantized, arithmetic):
+        return weight
+    return float8.lay_out(weight, quantized, copied=arithmetic == "fp8-copy")
+
+
+def _prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
     if device_of(quantized).type != "cuda":
         prepared = cpu.lay_out(fmt, quantized, dtype)
         return prepared or DecodedWeight(fmt, quantized, str(cpu.why_not(quantized)))

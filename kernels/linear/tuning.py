@@ -22,6 +22,7 @@ from quantkit.kernels.linear.dispatch import cache_folder, device_name, read_tab
 from quantkit.kernels.linear.weight import Choice, LinearWeight, shape_of
 from quantkit.kernels.reference.compare import relative_error
 
+_LARGEST_ERROR = 2e-2  # relative
 _COLD = 130e6  # bytes of weight copies that leave a cache of 60 MB cold
 
 
@@ -31,6 +32,7 @@ def tune(
     *,
     buckets: Sequence[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    largest_error: float = _LARGEST_ERROR,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[Any]]:
     """Most tokens -> the fastest entry. `expected` is the plain meaning, to check results with."""
@@ -42,7 +44,7 @@ def tune(
         best = float("inf")
         for choice in weight.candidates(most):
             try:
-                if not relative_error(op.run(choice, x, weight), right) < 2e-2:
+                if not relative_error(op.run(choice, x, weight), right) < largest_error:
                     progress(f"wrong: {choice}")
                     continue
                 time = microseconds([_call(choice, x, copy) for copy in copies])
@@ -60,6 +62,7 @@ def tune_once(
     expected: Callable[[Tensor], Tensor],
     *,
     again: bool = False,
+    largest_error: float = _LARGEST_ERROR,
     progress: Callable[[str], None] = lambda line: None,
 ) -> bool:
     """Whether there was something to measure: nothing is, where this GPU's table has this kind and shape already, or
@@ -67,7 +70,7 @@ def tune_once(
     gpu, shape = device_name(weight.device), shape_of(weight)
     if not weight.buckets or (not again and shape in table_of(gpu).get(weight.kind, {})):
         return False
-    entries = tune(weight, expected, dtype=weight.token_dtype, progress=progress)
+    entries = tune(weight, expected, dtype=weight.token_dtype, largest_error=largest_error, progress=progress)
     save({weight.kind: {shape: entries}}, cache_folder() / f"{gpu}.json")
     table_of.cache_clear()
     return True

@@ -14,6 +14,8 @@ _Command = Callable[..., Any]
 # As `runtime/core/kv_dtypes.py` has them, without importing torch for --help.
 KV_DTYPE = "KV cache: bf16, fp8, int8, int4; auto: as activations, 8 bits if --max-context would not fit."
 
+ARITHMETIC = "16-bit, fp8 or fp8-copy: of packed weights in steps of many tokens; default: as the checkpoint says."
+
 _ENGINE = (
     device_option,
     click.option("--dtype", help="Dtype of activations; default: the checkpoint's, on a CPU float32."),
@@ -21,6 +23,7 @@ _ENGINE = (
     click.option("--max-sequences", type=int, metavar="N", help="Most concurrent answers; default: 256, on a CPU 16."),
     click.option("--step-tokens", type=int, metavar="N", help="Most tokens in one step; default: 8192, on a CPU 512."),
     click.option("--kv-dtype", default="auto", show_default=True, help=KV_DTYPE),
+    click.option("--arithmetic", metavar="HOW", help=ARITHMETIC),
     click.option(
         "--head-bits", type=int, metavar="8|4", help="Round the output layer to this many bits while loading."
     ),

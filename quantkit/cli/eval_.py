@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 _WORST = 8  # linears printed; JSON has all
 _COUNT = click.IntRange(min=1)
-_HOW = ("backend", "window", "max_windows", "dtype", "device", "step_tokens", "head_bits", "kv_dtype", "seed")
+_HOW = (
+    *("backend", "window", "max_windows", "dtype", "device", "step_tokens", "head_bits", "kv_dtype", "arithmetic"),
+    "seed",
+)
 _RANKS = ("tensor_parallel", "expert_parallel", "pipeline_parallel")
 _TASK_OPTIONS = ("limit", "fewshot", "task_path")
 _BEHAVIOUR_OPTIONS = ("behaviour_prompts", "behaviour_samples", "behaviour_tokens", "behaviour_gate")
@@ -54,6 +57,8 @@ _PERPLEXITY_OPTIONS = (
               help="Runtime: MODEL with its output layer rounded, as serve does it; --base keeps its own.")  # fmt: skip
 @click.option("--kv-dtype", type=click.Choice(["auto", "bf16", "fp8", "int8", "int4"]),
               help="MODEL on our runtime with this KV cache, as serve keeps it; --base keeps its own.")  # fmt: skip
+@click.option("--arithmetic", type=click.Choice(["16-bit", "fp8", "fp8-copy"]),
+              help="MODEL on our runtime with packed weights multiplied so, as serve does; not --base's.")  # fmt: skip
 @click.option("--exact-activations", is_flag=True,
               help="Round weights only, even where the format rounds activations too.")  # fmt: skip
 @click.option("--dtype", help="float32, bfloat16 or float16; default: float32, for the runtime on a GPU the model's.")
@@ -90,6 +95,7 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     quantkit eval demo-w4 --base demo --layers
     quantkit eval demo-w4 --base demo --backend runtime --device cuda
     quantkit eval demo --base demo --kv-dtype int8
+    quantkit eval demo-w4 --base demo-w4 --arithmetic fp8
     quantkit eval org/model --text wikitext2 --window 2048 --json
     quantkit eval demo-w4 --tasks arc_easy,hellaswag --limit 100
     quantkit eval demo-w4 --base demo --behaviour --behaviour-gate
@@ -116,7 +122,8 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
     if behaviour:
         _evaluate_behaviour(model, base, of_behaviour | template, options, as_json)
         return
-    options["backend"] = options["backend"] or ("runtime" if options["kv_dtype"] else "reference")
+    on_runtime = options["kv_dtype"] or options["arithmetic"]
+    options["backend"] = options["backend"] or ("runtime" if on_runtime else "reference")
     _check_options(base, options)
     result, layers = _measure(model, base, options)
     provenance = provenance_of(model, base)
@@ -129,7 +136,7 @@ def command(model: str, base: str | None, tasks: str | None, behaviour: bool, as
 
 
 def _evaluate_tasks(model: str, tasks: str, asked: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
-    of_perplexity = _of_perplexity(options) | {name: options[name] for name in ("base", "head_bits")}
+    of_perplexity = _of_perplexity(options) | {name: options[name] for name in ("base", "head_bits", "arithmetic")}
     _refuse(of_perplexity, "is about perplexity, which --tasks does not measure; leave one out")
     from quantkit.cli.eval_tasks import evaluate_tasks
 
@@ -149,7 +156,7 @@ def _evaluate_behaviour(
         raise click.UsageError("--behaviour-gate compares with another model; name it with --base")
     from quantkit.cli.eval_behaviour import evaluate_behaviour
 
-    engine = {name: options[name] for name in ("device", "dtype", "head_bits", *_RANKS)}
+    engine = {name: options[name] for name in ("device", "dtype", "head_bits", "arithmetic", *_RANKS)}
     evaluate_behaviour(model, base, **asked, engine=engine, as_json=as_json)
 
 
@@ -169,7 +176,7 @@ def _check_options(base: str | None, options: dict[str, Any]) -> None:
     for name in ("kl_windows", "null_kl", "layers"):
         if options[name] and not base:
             raise click.UsageError(f"{_flag(name)} compares with another model; name it with --base")
-    for name in ("step_tokens", "head_bits", "kv_dtype"):
+    for name in ("step_tokens", "head_bits", "kv_dtype", "arithmetic"):
         if options[name] and options["backend"] != "runtime":
             raise click.UsageError(f"{_flag(name)} is about the runtime; add --backend runtime")
     for name in _RANKS:

@@ -70,7 +70,7 @@ def _plan(config: DeployConfig, model: ModelPlan, gpu: bool) -> Needs:
     dtype = options.torch_dtype(checkpoint.dtype)
     draft = find_draft(checkpoint, shape, options)
     find_medusa(checkpoint, options)
-    size = weight_bytes(checkpoint, dtype) + more_bytes(shape, dtype, options.head_bits)
+    size = weight_bytes(checkpoint, dtype, options.arithmetic) + more_bytes(shape, dtype, options.head_bits)
     size += 0 if draft is None else draft.size
     if seen:  # as if it were empty: what an old replica holds is free when the new one comes
         available = int(torch.cuda.get_device_properties(0).total_memory * options.memory_share)
@@ -104,7 +104,7 @@ def _plan_ranks(
     needs = []
     for rank in range(model.ranks):
         one = replace(ranks, rank=rank)
-        size = rank_weight_bytes(checkpoint, shape, dtype, one) + (draft if rank == 0 else 0)
+        size = rank_weight_bytes(checkpoint, shape, dtype, one, options.arithmetic) + (draft if rank == 0 else 0)
         size += more_bytes(shape, dtype, options.head_bits, one)
         needs.append(RankNeed(local_config(shape, one), size))
     options = choose_kv_dtype(needs, dtype, options, available).settled(options)

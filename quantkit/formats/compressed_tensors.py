@@ -98,6 +98,7 @@ def _group(fmt: Format, targets: list[str]) -> dict[str, Any]:
         grouped = fmt.group_size != -1
         weights = _args(fmt.bits, "int", "group" if grouped else "channel", symmetric=fmt.sym)
         weights |= {"group_size": fmt.group_size if grouped else None, "zp_dtype": None if fmt.sym else "torch.int8"}
+        inputs = _float8_by_token() if fmt.activations == "fp8" else None
     elif isinstance(fmt, CtInt8):
         weights = _args(8, "int", "channel")
         inputs = _args(8, "int", "token", dynamic=True, observer=None)
@@ -109,7 +110,7 @@ def _group(fmt: Format, targets: list[str]) -> dict[str, Any]:
     else:
         assert isinstance(fmt, CtFloat8)
         weights = _args(8, "float", fmt.strategy)
-        inputs = _args(8, "float", "token", dynamic=True, observer=None)
+        inputs = _float8_by_token()
         if fmt.strategy == "block":
             weights["block_structure"] = [BLOCK, BLOCK]
             inputs |= {"strategy": "group", "group_size": BLOCK}
@@ -124,6 +125,10 @@ def _group(fmt: Format, targets: list[str]) -> dict[str, Any]:
         "input_activations": inputs,
         "output_activations": None,
     }
+
+
+def _float8_by_token() -> dict[str, Any]:
+    return _args(8, "float", "token", dynamic=True, observer=None)
 
 
 def _group_of(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -149,7 +154,8 @@ def _read_group(group: Mapping[str, Any], module: str, tensors: Mapping[str, Ten
         if args.get("actorder") in ("group", "dynamic") and f"{module}.weight_g_idx" not in tensors:
             raise InputError(f"the checkpoint is incomplete: {module}.weight_g_idx is missing, which actorder needs")
         sym = args.get("symmetric", True) and f"{module}.weight_zero_point" not in tensors
-        return CtPacked(bits=args["num_bits"], group_size=size, sym=sym, dtype=dtype)
+        inputs = _packed_activations(group.get("input_activations"), args["num_bits"])
+        return CtPacked(bits=args["num_bits"], group_size=size, sym=sym, dtype=dtype, activations=inputs)
     stored = "int" if tensors[f"{module}.weight"].dtype == "I8" else "float"
     if args.get("type", "int") != stored:
         raise InputError(f"{module}.weight holds codes of type {stored}, but its config group says {args['type']!r}")
@@ -173,6 +179,12 @@ def _read_float4(args: Mapping[str, Any], module: str, tensors: Mapping[str, Ten
         f"{module}: packed floats of {scheme[0]} bits in groups of {scheme[1]} are not supported; MXFP4 has 4 bits in "
         f"groups of {MX_BLOCK}, NVFP4 in groups of {NV_BLOCK}"
     )
+
+
+def _packed_activations(args: Mapping[str, Any] | None, bits: int) -> str:
+    """In CtPacked's words. Inputs that are rounded otherwise elsewhere stay in 16 bits here."""
+    by_token = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    return "fp8" if args is not None and bits <= 4 and by_token.items() <= args.items() else "exact"
 
 
 def _activations(args: Mapping[str, Any] | None) -> str:

@@ -91,6 +91,13 @@ def covering_scales(largest: Tensor) -> Tensor:
     return quotient(largest.masked_fill(largest == 0, LARGEST), LARGEST)
 
 
+def float8_by_token(inputs: Tensor) -> Tensor:
+    """Inputs [..., in], each token rounded with a scale of its own and decoded back, in their own dtype."""
+    values = inputs.float()
+    scales = covering_scales(values.abs().amax(-1, keepdim=True))  # [..., 1]
+    return (round_to_float8(values, scales).float() * scales).to(inputs.dtype)
+
+
 @dataclass(frozen=True)
 class CtFloat8(Format):
     """`strategy` says what shares one weight scale: the tensor, a row (channel) or a 128 x 128 block.
@@ -142,7 +149,7 @@ class CtFloat8(Format):
             scales = covering_scales(padded.abs().amax(-1))  # [..., blocks]
             scales = scales.repeat_interleave(BLOCK, dim=-1)[..., : values.shape[-1]]
         else:
-            scales = covering_scales(values.abs().amax(-1, keepdim=True))  # [..., 1]
+            return float8_by_token(inputs)
         return (round_to_float8(values, scales).float() * scales).to(inputs.dtype)
 
     def with_input_scale(self, quantized: QuantizedWeight, absmax: Tensor | float) -> QuantizedWeight:

@@ -1,4 +1,4 @@
-"""compressed-tensors integer layers: `pack-quantized` (2 to 8 bits, weights only) and `int-quantized` (W8A8).
+"""compressed-tensors integer layers: `pack-quantized` (2 to 8 bits) and `int-quantized` (W8A8).
 
     pack-quantized   weight_packed int32 [out, ceil(in * bits / 32)]       codes, packed along the inputs
                      weight_scale float [out, groups]
@@ -6,7 +6,8 @@
                      weight_shape int64 [2]
     int-quantized    weight int8 [out, in], weight_scale float [out, 1]
 
-Codes are signed in the specification and stored with 2**(bits-1) added: the unsigned codes of GPTQ and AWQ.
+Codes are signed in the specification and stored with 2**(bits-1) added: the unsigned codes of GPTQ and AWQ. Packed
+weights may ask for activations in float8, each token with a scale of its own: W4A8.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ from quantkit.formats.base import (
     PartSpec,
     QuantizedWeight,
     Shape,
+    check_choice,
     quotient,
     scaled,
     widen,
 )
 from quantkit.formats.bits import BLOCK, pack, packed_width, unpack
+from quantkit.formats.ct_float8 import float8_by_token
 from quantkit.formats.engine_rules import (
+    SGLANG_CT,
     SGLANG_CT_WEIGHTS,
     TGI_CT,
     TGI_CT_WEIGHTS,
     TGI_MARLIN,
     TRT_CT,
+    VLLM_CT_W4A8,
     VLLM_CT_WEIGHTS,
     Refusal,
 )
@@ -47,7 +52,7 @@ from quantkit.formats.integer import MARLIN_GROUPS, IntegerFormat, IntegerWeight
 
 @dataclass(frozen=True)
 class CtPacked(IntegerFormat):
-    """Weights in 2 to 8 bits, activations in 16."""
+    """Weights in 2 to 8 bits; `activations` in 16 (`exact`) or rounded to float8 by token (`fp8`, up to 4 bits)."""
 
     name: ClassVar[str] = "ct-packed"
     suffixes: ClassVar[tuple[str, ...]] = (
@@ -57,6 +62,28 @@ class CtPacked(IntegerFormat):
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 7, 8)
 
     dtype: str = "bfloat16"
+    activations: str = "exact"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("ct-packed: activations", self.activations, ("exact", "fp8"))
+        if self.activations == "fp8" and self.bits > 4:
+            raise InputError(
+                f"ct-packed: activations in fp8 are for weights of at most 4 bits, not {self.bits}; use ct-float8"
+            )
+
+    def describe(self) -> str:
+        return super().describe() + (", FP8 inputs" if self.activations == "fp8" else "")
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        return InputRounding("fp8") if self.activations == "fp8" else None
+
+    def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
+        return inputs if self.activations == "exact" else float8_by_token(inputs)
+
+    def needs_all_inputs(self, share: int) -> bool:
+        return self.activations == "fp8"
 
     def parts(self, shape: Shape) -> dict[str, PartSpec]:
         out, inputs = shape
@@ -149,8 +176,18 @@ class CtPacked(IntegerFormat):
         if self.group_size not in MARLIN_GROUPS:
             said = f"groups of 32, 64, 128 or a whole row only, not {self.group_size}"
             yield Refusal("TGI", said, TGI_MARLIN)
+        if self.activations == "fp8":
+            yield from self._refusals_of_float8()
         said = "reads FP8 and FP4 of compressed-tensors, no integers; use the recipe fp8"
         yield Refusal("TensorRT-LLM", said, TRT_CT)
+
+    def _refusals_of_float8(self) -> Iterator[Refusal]:
+        if (self.bits, self.group_size, self.sym) != (4, 128, True):
+            said = "inputs in FP8 only for symmetric 4 bits in groups of 128"
+            yield Refusal("vLLM", said, VLLM_CT_W4A8)
+        said = "inputs in FP8 beside packed integers were not followed in its sources"
+        yield Refusal("SGLang", said, SGLANG_CT, certain=False)
+        yield Refusal("TGI", said, TGI_CT, certain=False)
 
     def _unpack_words(self, words: Tensor, count: int) -> Tensor:
         """Versions up to 0.16 left the top bits of each word unused at widths that do not divide 32."""

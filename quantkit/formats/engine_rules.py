@@ -67,6 +67,7 @@ VLLM_MARLIN = f"{_VLLM}/layers/quantization/utils/marlin_utils.py"
 VLLM_GPTQ_NAMES = f"{_VLLM}/layers/quantization/utils/gptq_utils.py"
 VLLM_CT = f"{_VLLM}/layers/quantization/compressed_tensors/compressed_tensors.py"
 VLLM_CT_WEIGHTS = f"{_VLLM}/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py"
+VLLM_CT_W4A8 = f"{_VLLM}/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a8_fp8.py"
 VLLM_BNB = "docs/features/quantization/bnb.md"
 VLLM_GGUF = "docs/features/quantization/gguf.md"
 VLLM_MXFP4 = f"{_VLLM}/layers/quantization/mxfp4.py"
@@ -127,6 +128,7 @@ PROJECTS: Mapping[EngineName, Project] = {
             VLLM_GPTQ_NAMES: _VLLM_READ,
             VLLM_CT: _VLLM_READ,
             VLLM_CT_WEIGHTS: _VLLM_READ,
+            VLLM_CT_W4A8: Read("055e47c28003", "2026-11-19"),
             VLLM_BNB: _VLLM_READ,
             VLLM_GGUF: Read("06fed1cf05a7", _NOVEMBER),
             VLLM_MXFP4: _VLLM_READ,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from quantkit.passes.experts import ExpertRounding
 from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 from quantkit.passes.stage_inputs import stage_statistics
+from quantkit.served import reads_as_served, rounds_tokens
 from quantkit.stages import Stage
 
 KEPT_INNER_BYTES = 512 << 20  # inputs of a part's last linear are kept up to this size, else computed twice
@@ -200,18 +202,21 @@ class CalibratedPass:
         if any(work.wants(stage) for stage in part.routed_stages):
             self._experts(part, work.method).run(work)
         inner = None
-        for stage in part.stages:
-            if stage == part.closing:
-                with fast_products(self.runner.device):
-                    inner = self._keep_inner(part, stage)
-            if work.wants(stage) and not stage.routed:
-                divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner, twin, work.method))
-                if inner is not None and divisor is not None:
-                    for index, batch in enumerate(inner):
-                        inner[index] = batch / divisor.to(batch.dtype)
+        with ExitStack() as served:
+            for stage in part.stages:
+                if stage == part.closing:
+                    with fast_products(self.runner.device):
+                        inner = self._keep_inner(part, stage)
+                if work.wants(stage) and not stage.routed:
+                    divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner, twin, work))
+                    if inner is not None and divisor is not None:
+                        for index, batch in enumerate(inner):
+                            inner[index] = batch / divisor.to(batch.dtype)
+                    served.enter_context(reads_as_served(part.block, stage.names, work.formats))
+            with fast_products(self.runner.device):
+                for index, batch in enumerate(self.hidden):
+                    self.hidden[index] = part.run(batch) if inner is None else part.close(batch, inner[index])
         with fast_products(self.runner.device):
-            for index, batch in enumerate(self.hidden):
-                self.hidden[index] = part.run(batch) if inner is None else part.close(batch, inner[index])
             for index, batch in enumerate(self._original if twin is not None else ()):
                 assert twin is not None
                 self._original[index] = twin.run(batch)
@@ -233,16 +238,20 @@ class CalibratedPass:
         return inner
 
     def _statistics(
-        self, part: BlockPart, stage: Stage, inner: Activations | None, twin: BlockPart | None, method: Method
+        self, part: BlockPart, stage: Stage, inner: Activations | None, twin: BlockPart | None, work: BlockQuantizer
     ) -> InputStatistics:
+        """Of what the stage reads, rounded where its format rounds each token to float8."""
         batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
         if inner is not None:
             batches = ([batch] for batch in inner)
         exact = None
         if twin is not None:
             exact = (_read(twin, stage, batch) for batch in self._original)
+        fmt = work.formats[stage.names[0]]
+        if rounds_tokens(fmt):
+            batches = ([fmt.served_inputs(inputs) for inputs in batch if inputs is not None] for batch in batches)
         seen = islice(batches, self._num_fitted)
-        (found,) = stage_statistics(part, stage, seen, hessian=method.wants_hessian, exact=exact)
+        (found,) = stage_statistics(part, stage, seen, hessian=work.method.wants_hessian, exact=exact)
         return found
 
     def _prepare(self, tokens: Tensor) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from quantkit.devices import find_device
 from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
+from quantkit.kernels.linear.arithmetic import ARITHMETIC
 from quantkit.runtime.core.kv_dtypes import KV_DTYPES
 from quantkit.runtime.core.speculative_options import SpeculativeOptions
 
@@ -28,6 +29,7 @@ class EngineOptions:
     page_size: int = 16
     kv_dtype: str = "auto"  # auto (that of activations) | bf16 | fp8 | int8 | int4
     kv_tokens: int | None = None  # size of the cache; None: what memory allows
+    arithmetic: str | None = None  # 16-bit | fp8 | fp8-copy, of packed weights; None: as the checkpoint says
     head_bits: int | None = None  # 8 or 4: the output layer is rounded to so many when it is loaded
     memory_share: float = 0.9  # of the device's memory that quantkit may use
     swap_gib: float = 0.0  # host memory for preempted sequences; 0: they are computed anew
@@ -46,6 +48,8 @@ class EngineOptions:
         if self.dtype is not None:
             check_choice("dtype", self.dtype, tuple(DTYPES))
         check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.arithmetic is not None:
+            check_choice("arithmetic", self.arithmetic, ARITHMETIC)
         if self.head_bits is not None and (type(self.head_bits) is not int or self.head_bits not in HEAD_BITS):
             raise InputError(
                 f"head_bits is {self.head_bits!r}, but must be 8 or 4; leave it out to keep the output layer"
@@ -102,6 +106,12 @@ class EngineOptions:
     def speculation(self) -> SpeculativeOptions | None:
         """None: nobody guesses."""
         return None if self.speculative is None else SpeculativeOptions.parse(self.speculative)
+
+    @property
+    def as_told(self) -> str:
+        """What differs from the checkpoint, to be put behind its format in a line."""
+        arithmetic = "" if self.arithmetic is None else f", arithmetic {self.arithmetic}"
+        return arithmetic + ("" if self.head_bits is None else f", head {self.head_bits} bit")
 
     @property
     def in_stages(self) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from quantkit.arch import Config
+from quantkit.errors import InputError
 from quantkit.formats import Format
 from quantkit.kernels.cpu import installed
+from quantkit.kernels.linear.arithmetic import takes_float8
 from quantkit.runtime.core.kv_dtypes import kv_kind
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.card_plan import CardPlan, plan_card
@@ -101,6 +103,8 @@ def check_kernels(
 
     `formats`: of quantized layers, by module.
     """
+    if formats is not None:
+        check_arithmetic(options.arithmetic, formats_of_layers(config, formats))
     if options.torch_device.type != "cuda":
         return None
     from quantkit.kernels.card import card_of
@@ -108,10 +112,20 @@ def check_kernels(
     formats = formats or {}
     slow = slow_experts(config, formats)
     layers = formats_of_layers(config, formats)
-    plan = plan_card(card_of(options.torch_device), layers, options.kv_dtype, slow_experts=slow)
+    card = card_of(options.torch_device)
+    plan = plan_card(card, layers, options.kv_dtype, arithmetic=options.arithmetic, slow_experts=slow)
     kind = kv_kind(options.kv_dtype, dtype)
     check_attention(config, options.page_size, kind.dtype if kind.codes is None else kind.codes.dtype)
     return plan
+
+
+def check_arithmetic(arithmetic: str | None, formats: Iterable[Format]) -> None:
+    """Refuses FP8 where it would change nothing."""
+    if arithmetic not in (None, "16-bit") and not any(map(takes_float8, formats)):
+        raise InputError(
+            f"arithmetic is {arithmetic}, which is for packed weights of at most 4 bits outside of experts, and "
+            "the model has none; leave it out"
+        )
 
 
 def check_attention(config: ModelConfig, page_size: int, kept: torch.dtype) -> None:

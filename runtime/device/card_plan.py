@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from quantkit.errors import InputError
 from quantkit.formats import Format
 from quantkit.kernels.card import Card
+from quantkit.kernels.linear.arithmetic import rounds_to_float8
 from quantkit.kernels.linear.decoded import why_card_decodes
 from quantkit.kernels.linear.dispatch import file_name, table_of
 from quantkit.runtime.core.kv_dtypes import check_kv_dtype
@@ -55,6 +56,7 @@ def plan_card(
     formats: Iterable[Format],
     kv_dtype: str = "auto",
     *,
+    arithmetic: str | None = None,
     slow_experts: Iterable[str] = (),
 ) -> CardPlan:
     """Refuses what a GPU cannot do, in a line that says what to do instead.
@@ -66,8 +68,14 @@ def plan_card(
         raise InputError(f"{has}, but quantkit's kernels need 8.0 (Ampere) or newer; use --device cpu, or a newer GPU")
     if kv_dtype == "fp8" and not card.has_float8:
         raise InputError(f"{has}, but a cache in FP8 needs 8.9 (Ada) or newer; leave --kv-dtype out")
+    formats = list(formats)
+    if arithmetic not in (None, "16-bit") and not card.has_float8:
+        raise InputError(f"{has}, but arithmetic in FP8 needs 8.9 (Ada) or newer; leave --arithmetic out")
     reasons = Counter(why for fmt in formats if (why := why_card_decodes(fmt, card)) is not None)
     lines = [_decoded(why, layers) for why, layers in reasons.items()]
+    in_float8 = sum(map(rounds_to_float8, formats))
+    if in_float8 and arithmetic is None and not card.has_float8:
+        lines.append(f"{card.name} has no FP8: {in_float8} layers that ask for it are multiplied in 16 bits")
     return CardPlan(card, (*lines, *map(_every_expert, slow_experts)))
 
 

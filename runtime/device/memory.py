@@ -200,9 +200,9 @@ def available_memory(device: torch.device, share: float) -> int:
     return 8 << 30
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, arithmetic: str | None = None) -> int:
     """What the weights take on the device."""
-    return sum(tensor_bytes(checkpoint, dtype).values())
+    return sum(tensor_bytes(checkpoint, dtype, arithmetic).values())
 
 
 def _page_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:

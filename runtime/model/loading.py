@@ -39,20 +39,22 @@ def load_weights(
     ranks: Ranks = Ranks(),  # noqa: B008  (a value)
     head_bits: int | None = None,
     kv_dtype: str = "auto",
+    arithmetic: str | None = None,
 ) -> Weights:
     """Every weight of a model, or those of one rank, on its device. `config` is the whole model's.
 
-    With a cache in FP8, scales that the checkpoint brings for it come along.
+    With a cache in FP8, scales that the checkpoint brings for it come along. `arithmetic` is that of the blocks; the
+    output layer, which few tokens of a step reach, stays in 16 bits.
     """
     kv_scales = read_kv_scales(checkpoint, config, device, ranks) if kv_dtype == "fp8" else None
-    reader = Reader(checkpoint, config, dtype, device)
+    reader = Reader(checkpoint, config, dtype, device, arithmetic="16-bit")
     rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
     embedding: Tensor | CodedEmbedding = reader.embedding(rows)
     with checkpoint.kept_open():
         head = head_in_bits(_head(reader, embedding, ranks), head_bits, dtype, reader.prepared)
     if config.tied and len(head.weights) == 1:
         embedding = embedding_of_head(embedding, head.weights[0])
-    blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks)
+    blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks, arithmetic)
     norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
     return_free_memory()
     return Weights(embedding, blocks, norm, head, kv_scales)
@@ -82,8 +84,9 @@ def load_blocks(
     device: torch.device,
     on_block: Progress = silent,
     ranks: Ranks = Ranks(),  # noqa: B008
+    arithmetic: str | None = None,
 ) -> tuple[Block, ...]:
-    reader = Reader(checkpoint, config, dtype, device)
+    reader = Reader(checkpoint, config, dtype, device, arithmetic=arithmetic)
     own = ranks.blocks(config.layers)
     blocks = []
     for layer in own:
@@ -186,7 +189,8 @@ class _BlockReader:
                 float32=routing.float32,
                 first=first,
             )
-        mlps = tuple(self._dense_mlps())
+        in_16_bits = replace(self, reader=replace(self.reader, arithmetic="16-bit"))  # as routed kernels compute
+        mlps = tuple(in_16_bits._dense_mlps())
         return ExpertMlp(self._router(experts), mlps, experts.per_token, routing, *beside, first)
 
     def _own_experts(self, experts: Experts) -> range:

@@ -17,11 +17,13 @@ from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import QuantkitError, StorageError
 from quantkit.formats import Format, Gguf, Index, QuantizedWeight, Shape
 from quantkit.kernels.card import card_of
+from quantkit.kernels.linear.arithmetic import meaning_of_few, meaning_of_many, with_exact_inputs
 from quantkit.kernels.linear.decoded import DecodedWeight, why_card_decodes
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.fuse import join
 from quantkit.kernels.linear.grouped.stacks import lay_out
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare
+from quantkit.kernels.linear.weight_only.float8 import Float8Steps
 from quantkit.kernels.linear.weight_only.weight import PackedWeight
 from quantkit.kernels.reference import linear as reference
 from quantkit.runtime.model.config import ModelConfig
@@ -44,6 +46,7 @@ class Reader:
     device: torch.device
     tried_rows: int | None = None  # of each quantized layer; None: all
     keeps_halves: bool = True  # matrices stay in 16 bits beside activations of float32, where kernels multiply both
+    arithmetic: str | None = None  # of packed weights (`kernels/linear/arithmetic.py`); None: as their format says
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         place = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -161,13 +164,22 @@ class Reader:
 
     def prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
         with self.checkpoint.naming(name):
-            weight = prepare(fmt, quantized, self.dtype)
-            try_layer(name, fmt, quantized, weight, self.dtype, self.device, self.tried_rows)
+            few = meaning_of_few(fmt, quantized, self.arithmetic)
+            if few.weight is quantized:
+                weight = prepare(fmt, quantized, self.dtype, self.arithmetic)
+            else:  # rounded once more, which takes its time
+                weight = prepare(*few, self.dtype)
+            try_layer(name, *few, weight, self.dtype, self.device, self.tried_rows)
+            if isinstance(weight, Float8Steps):
+                many = weight.fewest_tokens(card_of(self.device))
+                wanted = meaning_of_many(weight, quantized, many, self.dtype)
+                try_layer(name, *wanted, weight, self.dtype, self.device, self.tried_rows, tokens=many)
         return weight
 
     def plane(self, name: str, outputs: int, inputs: int) -> PackedWeight | EightBitWeight:
         """A whole quantized layer as stacks of experts take it, tried alone."""
-        fmt, quantized = self.checkpoint.formats[name], self.checkpoint.quantized(name, self.device)
+        fmt = with_exact_inputs(self.checkpoint.formats[name])
+        quantized = self.checkpoint.quantized(name, self.device)
         self._check_shape(name, quantized.shape, (outputs, inputs))
         weight = lay_out(fmt, quantized)
         why_not = why_card_decodes(fmt, card_of(self.device)) if self.device.type == "cuda" else None
@@ -203,15 +215,16 @@ def try_layer(
     dtype: torch.dtype,
     device: torch.device,
     rows: int | None = None,
+    tokens: int = 1,
 ) -> None:
-    """Refuses a layer whose kernel does not compute what its format means, or that gives NaN.
+    """Refuses a layer whose kernel for so many tokens does not compute what its format means, or that gives NaN.
 
     With `rows` only the first outputs are compared: decoding all of them takes longer than the kernel.
     """
     outputs, inputs = quantized.shape
     compared = outputs if rows is None else min(rows, outputs)
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
+    x = torch.randn(tokens, inputs, generator=generator, device=device).to(dtype)
     found = linear(x, weight).float()
     decoded = quantized if compared == outputs else quantized.cut(slice(0, compared), slice(0, inputs))
     wanted = reference.linear(x.float(), fmt, decoded)
@@ -219,7 +232,7 @@ def try_layer(
     if error < _TOLERANCE[dtype] and bool(torch.isfinite(found).all()):
         return
     if compared < outputs:  # what is wrong, all rows say
-        try_layer(name, fmt, quantized, weight, dtype, device)
+        try_layer(name, fmt, quantized, weight, dtype, device, tokens=tokens)
     broken = not bool(torch.isfinite(wanted).all())
     reason = "its weights decode to NaN or Inf" if broken else f"its kernel is off by {error:.1e} (relative)"
     raise QuantkitError(f"layer {name} would give garbage: {reason}; quantize or download the checkpoint again")

@@ -9,7 +9,9 @@ import torch
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import TensorInfo
+from quantkit.formats.base import name_in_block
 from quantkit.kernels.cpu import installed
+from quantkit.kernels.linear.arithmetic import takes_float8
 from quantkit.runtime.model.embedding import EMBEDDING
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -23,10 +25,11 @@ def held_dtype(stored: TensorInfo, dtype: torch.dtype) -> torch.dtype:
     return half if keeps and half is not None else dtype
 
 
-def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
+def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, arithmetic: str | None = None) -> dict[str, int]:
     """Of every tensor: quantized parts as stored, others as they are held.
 
     What a family keeps in float32, or decodes when it is loaded, counts as that. Layers that never run are left out.
+    A copy in float8 counts with the first part of its layer.
     """
     config, plain = checkpoint.config, set(checkpoint.plain_names())
     family = FAMILIES.get(config.get("model_type", ""))
@@ -43,4 +46,7 @@ def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
         if module in checkpoint.formats:
             first, *others = checkpoint.part_names(module)
             found |= dict.fromkeys(others, 0) | {first: math.prod(checkpoint.layer_shape(module)) * dtype.itemsize}
+    for module, fmt in checkpoint.formats.items() if arithmetic == "fp8-copy" else ():
+        if takes_float8(fmt) and name_in_block(module) and ".experts." not in module:
+            found[checkpoint.part_names(module)[0]] += math.prod(checkpoint.layer_shape(module))
     return {name: size for name, size in found.items() if not (family and family.is_beyond(name, config))}

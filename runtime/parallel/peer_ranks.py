@@ -165,7 +165,7 @@ def start_peers(
     available = available_to_rank(options, ranks)
     for rank in range(ranks.world):
         one = replace(ranks, rank=rank)
-        size, beside = rank_weight_bytes(checkpoint, config, dtype, one), None
+        size, beside = rank_weight_bytes(checkpoint, config, dtype, one, options.arithmetic), None
         size += more_bytes(config, dtype, options.head_bits, one)
         if rank == 0 and draft is not None:
             size, beside = size + draft.size, draft.config

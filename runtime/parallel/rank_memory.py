@@ -16,10 +16,12 @@ from quantkit.runtime.model.ranks import Ranks, local_config
 from quantkit.runtime.model.weight_sizes import tensor_bytes
 
 
-def rank_weight_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> int:
+def rank_weight_bytes(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, ranks: Ranks, arithmetic: str | None = None
+) -> int:
     """What the weights of one rank take on its device, from the headers of the files."""
     shares = _linear_shares(config, ranks)
-    sizes = tensor_bytes(checkpoint, dtype).items()
+    sizes = tensor_bytes(checkpoint, dtype, arithmetic).items()
     return round(sum(size * _share(name, config, ranks, shares) for name, size in sizes))
 
 

@@ -84,11 +84,13 @@ def _load(
     config = read_model_config(checkpoint.config)
     local, dtype = local_config(config, ranks), options.torch_dtype(checkpoint.dtype)
     check_kernels(local, dtype, options)
-    size = rank_weight_bytes(checkpoint, config, dtype, ranks) + more_bytes(config, dtype, options.head_bits, ranks)
+    size = rank_weight_bytes(checkpoint, config, dtype, ranks, options.arithmetic)
+    size += more_bytes(config, dtype, options.head_bits, ranks)
     plan = plan_memory(local, size, dtype, options, available_to_rank(options, ranks))
     weights = load_weights(
-        checkpoint, config, dtype, device, ranks=ranks, head_bits=options.head_bits, kv_dtype=options.kv_dtype
-    )
+        checkpoint, config, dtype, device, ranks=ranks, head_bits=options.head_bits, kv_dtype=options.kv_dtype,
+        arithmetic=options.arithmetic,
+    )  # fmt: skip
     plan = refine_plan(plan, local, dtype, options)
     loaded = {name: getattr(plan, name) for name in AGREED} | {"weights": resident_bytes(weights)}
     channel.say({"loaded": loaded})

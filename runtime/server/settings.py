@@ -36,6 +36,7 @@ ENGINE_OPTIONS = (
     "max_sequences",
     "step_tokens",
     "kv_dtype",
+    "arithmetic",
     "head_bits",
     "kv_tokens",
     "memory_share",
@@ -132,6 +133,9 @@ class ServerSettings(BaseModel):
     step_tokens: int | None = Field(None, ge=1, description="Most tokens in one step; default: 8192, on a CPU 512.")
     kv_dtype: Literal["auto", "bf16", "fp8", "int8", "int4"] = Field(
         "auto", description="KV cache: auto (as activations), bf16, fp8, int8 or int4."
+    )
+    arithmetic: Literal["16-bit", "fp8", "fp8-copy"] | None = Field(
+        None, description="Of packed weights where a step has many tokens; default: as the checkpoint says."
     )
     head_bits: Literal[8, 4] | None = Field(None, description="Round the output layer to this many bits while loading.")
     kv_tokens: int | None = Field(None, ge=1, description="Tokens in the cache; default: what memory allows.")

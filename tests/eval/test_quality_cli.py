@@ -85,6 +85,8 @@ def test_one_window_has_no_interval(run_cli: Cli) -> None:
         (("--layers",), ("--layers", "name it with --base")),
         (("--step-tokens", 4), ("--backend runtime",)),
         (("--head-bits", 8), ("--head-bits", "--backend runtime")),
+        (("--backend", "reference", "--arithmetic", "fp8"), ("--arithmetic is about the runtime",)),
+        (("--arithmetic", "fp8"), ("arithmetic is fp8", "the model has none")),
         (("--backend", "runtime", "--head-bits", 3), ("head_bits is 3", "8 or 4")),
         (("--backend", "runtime", "--exact-activations"), ("--backend reference",)),
         (("--limit", 4), ("--limit", "--tasks")),

@@ -90,3 +90,13 @@ def test_what_a_card_does_in_another_way_is_a_warning() -> None:
     assert line.startswith("A100 has no FP8, which begins with compute capability 8.9: 2 layers are decoded")
     assert plan_card(KNOWN["sm_89"], formats, "fp8").warnings == ()
     assert plan_card(KNOWN["sm_80"], [CtPacked()]).warnings == ()
+    (line,) = plan_card(KNOWN["sm_86"], [CtPacked(activations="fp8"), CtPacked()]).warnings
+    assert line == "RTX 3090 has no FP8: 1 layers that ask for it are multiplied in 16 bits"
+    assert plan_card(KNOWN["sm_86"], [CtPacked(activations="fp8")], arithmetic="16-bit").warnings == ()
+
+
+@pytest.mark.parametrize("asked", ["fp8", "fp8-copy"])
+def test_arithmetic_in_fp8_needs_a_card_that_has_it(asked: str) -> None:
+    with pytest.raises(InputError, match=r"A100 has compute capability 8\.0, but arithmetic in FP8 needs 8.9"):
+        plan_card(KNOWN["sm_80"], [CtPacked()], arithmetic=asked)
+    assert plan_card(KNOWN["sm_89"], [CtPacked()], arithmetic=asked).warnings == ()

@@ -145,6 +145,7 @@ def all_refusals() -> Iterator[Refusal]:
         Awq(),
         CtPacked(),
         CtPacked(bits=3, sym=False, group_size=16),
+        CtPacked(group_size=64, activations="fp8"),
         CtInt8(),
         CtFloat8(strategy="block"),
     )

@@ -49,12 +49,13 @@ ALLOWED: dict[str, set[str]] = {
     "calibration": {"bundled", "calibration_mix", "documents", "token_windows"},
     "provenance": {"bundled", "checkpoint", "gguf_view", "sources"},
     "divergence": set(),
-    "served": {"checkpoint"},
+    "served": {"checkpoint", "formats"},
     "expert_check": {"arch", "checkpoint", "stages"},
     "expert_modules": {"arch", "stages"},
     "skeleton": {"arch", "checkpoint", "expert_modules"},
     "blocks": {"arch", "checkpoint", "formats", "host_memory", "served", "skeleton", "stages"} | {"working_memory"},
-    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"} | {"token_windows"},
+    "passes": {"arch", "blocks", "checkpoint", "divergence", "formats", "methods", "stages"}
+    | {"token_windows", "served"},
     "reference": {"arch", "errors", "expert_modules", "formats", "checkpoint", "devices", "served", "sources"},
 }
 ALLOWED["reference"] |= {"expert_check"}

@@ -36,6 +36,7 @@ BUNDLED = (
     *("rtn-w8", "rtn-w8a8", "smoothquant-w8a8"),
     *("tuned-auto-w2.5", "tuned-auto-w3.0"),
     *("tuned-w2g64", "tuned-w3g128", "tuned-w3g64", "tuned-w4g128", "tuned-w4g64"),
+    "w4a8",
 )
 PLAIN = """\
 summary: A recipe for tests.

@@ -30,6 +30,7 @@ _DEFAULTS = {
     1024: (EightBitConfig(128, 128, 128, 4, 3),),
 }
 _MOST_OF_A_WARP = 2048  # sums, where a warp holds its operands too, or sums of FP8 twice: more would spill
+_FEWEST_FOR_ROWS = 512  # tokens of FP8 (H200: torch's own kernel won for all four layers of the table from here on)
 _FEWEST_FOR_BLOCKS = 256  # tokens (H200: 0.6 to 1.3 of bf16's time from here on, the Triton kernel 3 to 4 times it)
 
 # Most tokens -> (outputs, tokens, depth, warps, stages)
@@ -55,12 +56,13 @@ _TRIED: dict[int, list[tuple[int, int, int, int, int]]] = {
 def default(weight: EightBitWeight, tokens: int, card: Card, dtype: torch.dtype) -> Choice:
     """Tiles that the sweep favoured, cut as `cost.py` expects it to be fastest."""
     most = bucket_of(tokens)
-    if most >= _FEWEST_FOR_BLOCKS and weight.scales.ndim == 2 and scaled_mm.supports(weight, dtype):
-        return Choice("scaled_mm", None, "many tokens with scales of blocks, which torch's own kernel does best")
+    blocks = weight.scales.ndim == 2
+    if most >= (_FEWEST_FOR_BLOCKS if blocks else _FEWEST_FOR_ROWS) and scaled_mm.supports(weight, dtype):
+        return Choice("scaled_mm", None, "many tokens in FP8, which torch's own kernel does best")
     tiles = _DEFAULTS[most]
     if weight.code_type == "fp8" or (card is not NO_GPU and not card.has_warpgroups):  # which Blackwell lost for bytes
         tiles = tuple(_with_room(tile) for tile in tiles)
-    if weight.scales.ndim == 2 or any(weight.columns % tile.depth for tile in tiles):
+    if blocks or any(weight.columns % tile.depth for tile in tiles):
         tiles = tuple(replace(tile, depth=CHUNK) for tile in tiles)  # which divides every weight's columns and blocks
     product = Product(weight.outputs, weight.columns, most, bytes_a_weight=1.0, bytes_a_token=1, decoded=False)
     return Choice("eight_bit", cheapest(product, tiles, card), f"{unmeasured(weight)}; {ESTIMATED}")

@@ -1,10 +1,12 @@
-"""A packed weight written out in 16 bit, for products with many tokens that a plain matmul does best.
+"""A packed weight written out in 16 bit, for products with many tokens that a plain matmul does best; or in float8.
 
 Writing and reading the decoded weight costs about a fifth of the product at 1,024 tokens, and less beyond.
 
-Layout   weight as in `weight.py` -> [outputs, inputs] bfloat16 or float16; under act-order the columns are in the
-         kernel's order, to be multiplied with x[:, weight.order]
-Meaning  `QuantizedWeight.dequantize`; NF4 and FP4 values are rounded to 16 bit before they are scaled
+Layout   weight as in `weight.py` -> [outputs, inputs] bfloat16 or float16, or float8 e4m3 [rows, columns] as
+         `eight_bit/weight.py` has it; under act-order the columns are in the kernel's order, to be multiplied with
+         x[:, weight.order]
+Meaning  `QuantizedWeight.dequantize`, and `formats/float8_rows.py` of it; NF4 and FP4 values are rounded to 16 bit
+         before they are scaled
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.card import card_of
-from quantkit.kernels.checks import HALVES, check_dtype
+from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
 from quantkit.kernels.linear.arguments import check_arguments
-from quantkit.kernels.linear.weight import Kernel
+from quantkit.kernels.linear.eight_bit.quantize_rows import to_float8
+from quantkit.kernels.linear.weight import CHUNK, Kernel
 from quantkit.kernels.linear.weight_only.assembly import PTX, TRITON, assembly
 from quantkit.kernels.linear.weight_only.unpack import (
     decode_slabs,
@@ -44,9 +47,11 @@ def _dequantize(
     nested_scales,
     nested_offsets,
     table,
+    row_scales,
     out,
     outputs,
     inputs,
+    columns,
     rows,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -58,6 +63,7 @@ def _dequantize(
     CONSTRAINTS: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
+    FLOAT8: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     chunk = tl.program_id(0)
@@ -75,39 +81,62 @@ def _dequantize(
     nested_offset = load_offset(nested_offsets, tl.program_id(1) * ROWS, ROWS, NESTED_EVERY)
     factors = load_scales(nested if NESTED_EVERY > 0 else scales, nested_table, nested_scales, nested_offset, chunk,
                           row, rows, groups, GROUP, ONE_GROUP, NESTED_EVERY)  # fmt: skip
+    if FLOAT8:
+        row_scale = tl.load(row_scales + row)
     for part in tl.static_range(128 // width):
         value = operand(slabs, part, width, ROWS).to(tl.float32)
         at = chunk * 128 + part * width + column
-        tl.store(
-            out + row.to(tl.int64)[:, None] * inputs + at[None, :],
-            to_half(value * factors[part][:, None], DTYPE, INTERPRET),
-            mask=(row < outputs)[:, None] & (at < inputs)[None, :],
-        )
+        place = out + row.to(tl.int64)[:, None] * columns + at[None, :]
+        if FLOAT8:
+            tl.store(place, to_float8(value * tl.div_rn(factors[part], row_scale)[:, None], INTERPRET))
+        else:
+            mask = (row < outputs)[:, None] & (at < inputs)[None, :]
+            tl.store(place, to_half(value * factors[part][:, None], DTYPE, INTERPRET), mask=mask)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The weight [outputs, inputs] in 16 bit, columns in the kernel's order."""
     result = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.device)
     check_dtype(NAME, "result", result, HALVES)
+    _write(weight, None, result, dtype)
+    return result
+
+
+def to_float8_rows(weight: PackedWeight, row_scales: Tensor) -> Tensor:
+    """The weight [rows, columns] in float8, columns in the kernel's order; `row_scales` float32 [rows] are not zero.
+
+    What is padded has finite values.
+    """
+    check_shape(NAME, "row_scales", row_scales, (weight.rows,))
+    check_dtype(NAME, "row_scales", row_scales, (torch.float32,))
+    check_same_device(NAME, row_scales=row_scales, weight=weight.device)
+    result = torch.empty(weight.rows, weight.chunks * CHUNK, dtype=torch.float8_e4m3fn, device=weight.device)
+    _write(weight, row_scales, result, torch.float16)
+    return result
+
+
+def _write(weight: PackedWeight, row_scales: Tensor | None, result: Tensor, dtype: torch.dtype) -> None:
+    """Codes become values of this dtype first."""
     fused = not card_of(weight.device).adds_bfloat16
-    kind = (weight.code_type, PTX[result.dtype], weight.table_values, weight.zero_points)
-    text, constraints = assembly(*kind, fused=fused)
+    text, constraints = assembly(weight.code_type, PTX[dtype], weight.table_values, weight.zero_points, fused=fused)
     _dequantize[(weight.chunks, weight.rows // _ROWS)](
         *weight.arguments(),
+        row_scales,
         result,
         weight.outputs,
         weight.inputs,
+        result.shape[1],
         weight.rows,
         **weight.constants(),
         MIDDLE=weight.middle,
         ASM=text,
         CONSTRAINTS=constraints,
-        DTYPE=TRITON[result.dtype],
+        DTYPE=TRITON[dtype],
         INTERPRET=triton.knobs.runtime.interpret,
+        FLOAT8=row_scales is not None,
         ROWS=_ROWS,
         num_warps=4,
     )
-    return result
 
 
 def matmul(x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

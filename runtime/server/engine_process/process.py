@@ -257,10 +257,9 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
     schemes = sorted(found.schemes)
     memory, options = engine.memory, engine.options
     dtype = str(engine.runner.decoder.weights.dtype)[6:]
-    head = [] if options.head_bits is None else [f"head {options.head_bits} bit"]
     return {
         "model": model,
-        "format": ", ".join([*(schemes or [dtype]), *head]),
+        "format": ", ".join(schemes or [dtype]) + options.as_told,
         "bits": found.quantized_bits_per_weight,
         "device": str(options.torch_device),
         "dtype": dtype,

@@ -111,7 +111,7 @@ def _need(one: EngineSpec) -> MemoryNeed:
         config = read_model_config(checkpoint.config)
         dtype = options.torch_dtype(checkpoint.dtype)
         draft = find_draft(checkpoint, config, options)
-        size = weight_bytes(checkpoint, dtype) + more_bytes(config, dtype, options.head_bits)
+        size = weight_bytes(checkpoint, dtype, options.arithmetic) + more_bytes(config, dtype, options.head_bits)
         size += 0 if draft is None else draft.size
         beside = None if draft is None else draft.config
         most = plan_memory(config, size, dtype, options, available=_NO_END, draft=beside)

@@ -29,6 +29,7 @@ def test_bytes_are_those_of_the_packed_parts(fmt: Format) -> None:
         (CtFloat8(), InputRounding("fp8")),
         (STATIC, InputRounding("fp8", calibrated=True)),
         (CtInt8(), InputRounding("int8")),
+        (CtPacked(activations="fp8"), InputRounding("fp8")),
         (LlmInt8(threshold=5.0), InputRounding("int8", outlier_threshold=5.0)),
     ],
 )

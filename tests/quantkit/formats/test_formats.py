@@ -302,6 +302,8 @@ def test_shapes_that_do_not_fit_are_refused(fmt: Format, shape: tuple[int, int],
         ("nf4", {"block": 48}, "block"),
         ("ct-int8", {"group_size": 64}, "per row"),
         ("ct-float8", {"strategy": "row"}, "tensor, channel, block"),
+        ("ct-packed", {"activations": "int8"}, "exact, fp8"),
+        ("ct-packed", {"bits": 8, "activations": "fp8"}, "use ct-float8"),
     ],
 )
 def test_wrong_options_name_the_remedy(name: str, options: dict[str, object], words: str) -> None:

@@ -8,6 +8,7 @@ from quantkit.errors import InputError
 from quantkit.formats import Awq, CtFloat8, CtInt8, CtPacked, Format, Fp4, Gptq, LlmInt8, Nf4
 
 ROUNDING = [LlmInt8(), LlmInt8(threshold=0.0), CtInt8(), CtFloat8(), CtFloat8(strategy="block")]
+ROUNDING += [CtPacked(activations="fp8")]
 
 
 def random_inputs(*shape: int, seed: int = 0) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ from quantkit.formats import CtInt8, CtPacked, Format, Gptq, LlmInt8
 from quantkit.methods import Method
 from quantkit.methods.awq import AwqMethod
 from quantkit.methods.gptq import GptqMethod
+from quantkit.methods.method import Rounded
 from quantkit.methods.rtn import RtnMethod
 from quantkit.methods.smoothquant import SmoothQuantMethod
+from quantkit.methods.statistics import InputStatistics
 from quantkit.passes import CalibratedPass, QuantizedBlock, calibrated
 
 STAGES = LLAMA.stages(0, {})
@@ -151,6 +153,37 @@ def test_every_block_sees_what_the_quantized_blocks_before_it_produce(case: Case
         if index + 1 < LAYERS:  # behind the last block transformers gives the normed states
             found = torch.cat(list(work.states().values()))
             assert float((found - outputs[index + 1]).norm() / found.norm()) < 0.02
+
+
+class _Seen(GptqMethod):
+    """Keeps samples of what layers read."""
+
+    samples: ClassVar[list[Tensor]] = []
+
+    def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
+        self.samples.append(inputs.sample)
+        return super().round(weight, fmt, inputs)
+
+
+def test_inputs_in_float8_are_seen_so_and_passed_on_so(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are of rounded inputs, and blocks behind read what rounded inputs leave; nothing stays hooked."""
+    fmt = replace(FOUR_BITS, activations="fp8")
+    monkeypatch.setattr(_Seen, "samples", [])
+    work = case.begin(_Seen(), fmt)
+    for index, block in enumerate(work.blocks(ignore)):
+        put_into(case.model, block)
+        for layer in block.layers:
+            linear = case.model.get_submodule(layer.module)
+            linear.register_forward_pre_hook(lambda _, inputs: fmt.served_inputs(inputs[0]))
+        with torch.no_grad():
+            outputs = case.model(case.tokens, use_cache=False, output_hidden_states=True).hidden_states
+        if index + 1 < LAYERS:
+            found = torch.cat(list(work.states().values()))
+            assert float((found - outputs[index + 1]).norm() / found.norm()) < 0.02
+    assert len(_Seen.samples) == LAYERS * 4
+    for sample in _Seen.samples:
+        torch.testing.assert_close(fmt.served_inputs(sample), sample)
+    assert not any(module._forward_pre_hooks for module in work.runner.load(0, [])[0].block.modules())
 
 
 @pytest.mark.parametrize("family", [LLAMA, QWEN2, GEMMA2, PHI3], ids=lambda family: family.model_type)

@@ -15,7 +15,9 @@ from quantkit.kernels.linear import dispatch
 from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.eight_bit.many_outliers import DECODED_FROM
 from quantkit.kernels.linear.weight import Choice
-from quantkit.kernels.linear.weight_only.dequantize import dequantize
+from quantkit.kernels.linear.weight_only import float8_codes
+from quantkit.kernels.linear.weight_only.dequantize import dequantize, to_float8_rows
+from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 OUTPUTS, INPUTS = 768, 512  # which all tiles divide
 VOCABULARY = 262_208
@@ -26,6 +28,10 @@ def linear_cases(card: Card) -> Iterator[Case]:
         weight = weight_of(name, OUTPUTS, INPUTS)
         for way in _ways(weight, card):
             yield Case(f"{name} {way}", lambda dtype, weight=weight, way=way: _run(weight, way, dtype), way.tried)
+        if isinstance(weight, PackedWeight) and card.has_float8:
+            scales = torch.ones(weight.rows)
+            yield Case(f"{name} to float8", lambda _, weight=weight, scales=scales: to_float8_rows(weight, scales))
+            yield from _codes_in_float8(name, weight)
     with_outliers = weight_of("llm-int8", OUTPUTS, INPUTS)
     decoded = Way("eight_bit", with_outliers.default(DECODED_FROM, card).config, DECODED_FROM, tried=False)
     yield Case("llm-int8 decoded once", lambda dtype: _run(with_outliers, decoded, dtype))
@@ -34,6 +40,16 @@ def linear_cases(card: Card) -> Iterator[Case]:
         for way in _ways(plain[torch.bfloat16], card, tables=outputs == OUTPUTS):
             launch = lambda dtype, way=way, plain=plain: _run(plain[dtype], way, dtype)  # noqa: E731
             yield Case(f"plain {outputs} {way}", launch, way.tried)
+
+
+def _codes_in_float8(name: str, weight: PackedWeight) -> Iterator[Case]:
+    for place, config in enumerate(float8_codes.TRIED if float8_codes.supports(weight) else ()):
+
+        def launch(dtype: torch.dtype, config: float8_codes.CodesConfig = config) -> None:
+            x = torch.zeros(2 * config.tokens, weight.inputs, dtype=dtype)
+            float8_codes.matmul(x, weight, config)
+
+        yield Case(f"{name} codes in float8 {config}", launch, tried=place > 0)
 
 
 def _unwritten(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:

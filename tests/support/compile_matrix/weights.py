@@ -17,8 +17,8 @@ from quantkit.kernels.linear.eight_bit import weight as eight_bit
 from quantkit.kernels.linear.weight_only import gguf
 from quantkit.kernels.linear.weight_only import weight as weight_only
 
-# What is benchmarked, and the other things that may happen to the activations of FP8.
-SERVED: dict[str, Callable[[str], Format]] = FORMATS | {
+# What is benchmarked, and the other things that may happen to the activations of FP8. W4A8 runs by the kernels of both.
+SERVED: dict[str, Callable[[str], Format]] = {name: fmt for name, fmt in FORMATS.items() if name != "w4a8"} | {
     "fp8-static": lambda dtype: CtFloat8(strategy="tensor", activations="static", dtype=dtype),
     "fp8-exact": lambda dtype: CtFloat8(activations="exact", dtype=dtype),
     "fp8-block-exact": lambda dtype: CtFloat8(strategy="block", activations="exact", dtype=dtype),
