@@ -80,7 +80,7 @@ def start_engine(
     stages = stages or Stages()
     with stages.stage("read headers"):
         checkpoint = Checkpoint(model_folder(model))
-        config = read_model_config(checkpoint.config, _generation_config(checkpoint.folder))
+        config = read_model_config(checkpoint.config, generation_config(checkpoint.folder))
         check_experts(checkpoint)
     if checkpoint.gguf is not None and checkpoint.gguf.decoded:
         _log.warning(checkpoint.gguf.decoded)
@@ -124,11 +124,12 @@ def build_engine(
     peers: PeerRanks | None = None,
     formats: Mapping[str, Format] | None = None,
     kv_choice: KvChoice | None = None,
+    available: int | None = None,
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
     With `peers`, sizes and weights are those of rank 0. `formats`: of quantized layers, by module. `kv_choice`: what
-    `options.kv_dtype` was settled by; None: it is settled here.
+    `options.kv_dtype` was settled by; None: it is settled here. `available`: bytes that quantkit may use; None: looked up.
     """
     if peers is None:
         refuse_ranks(options, "random weights")
@@ -145,7 +146,7 @@ def build_engine(
             check_kernels(draft.config, dtype, options)
             weight_size += draft.size
         with stages.stage("device"):
-            available = available_to_rank(options, ranks)
+            available = available_to_rank(options, ranks) if available is None else available
             if kv_choice is None:
                 kv_choice = choose_kv_dtype([RankNeed(own, weight_size, beside)], dtype, options, available)
                 options = kv_choice.settled(options)
@@ -224,6 +225,6 @@ def _make_runner(
     return Runner(part, sampler, peers)
 
 
-def _generation_config(folder: Path) -> Config:
+def generation_config(folder: Path) -> Config:
     file = folder / "generation_config.json"
     return read_json(file, "") if file.exists() else {}

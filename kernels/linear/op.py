@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.formats import Format, GgufWeight, QuantizedWeight
-from quantkit.kernels.card import Card, card_of
+from quantkit.kernels.card import Card, card_of, runs_kernels
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.decoded import DecodedWeight, device_of, why_card_decodes
 from quantkit.kernels.linear.dense import weight as dense
@@ -28,7 +28,7 @@ from quantkit.kernels.linear.weight_only import weight as weight_only
 
 def prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> LinearWeight:
     """The weight as the kernels of its device want it, for activations of this dtype."""
-    if device_of(quantized).type != "cuda":
+    if not runs_kernels(device_of(quantized)):
         prepared = cpu.lay_out(fmt, quantized, dtype)
         return prepared or DecodedWeight(fmt, quantized, str(cpu.why_not(quantized)))
     why_not = why_decoded(fmt, quantized, card_of(device_of(quantized)))
@@ -49,7 +49,7 @@ def why_decoded(fmt: Format, quantized: QuantizedWeight, card: Card) -> str | No
 
 def prepare_plain(weight: Tensor) -> HalfWeight | None:
     """The same for a weight that is not quantized, which is not copied; None where it is torch's: a CPU, float32."""
-    return dense.lay_out(weight) if weight.is_cuda and dense.supports(weight) else None
+    return dense.lay_out(weight) if runs_kernels(weight.device) and dense.supports(weight) else None
 
 
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

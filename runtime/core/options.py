@@ -9,6 +9,7 @@ import torch
 from quantkit.devices import find_device
 from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
+from quantkit.kernels.card import runs_kernels
 from quantkit.runtime.core.kv_dtypes import KV_DTYPES
 from quantkit.runtime.core.speculative_options import SpeculativeOptions
 
@@ -73,21 +74,25 @@ class EngineOptions:
     def torch_device(self) -> torch.device:
         return find_device(self.device)
 
+    @property
+    def on_gpu(self) -> bool:
+        return runs_kernels(self.torch_device)
+
     def torch_dtype(self, checkpoint: str) -> torch.dtype:
         """Of activations, for a checkpoint of this dtype."""
         if self.dtype is not None:
             return DTYPES[self.dtype]
-        if self.torch_device.type == "cpu":
+        if not self.on_gpu:
             return torch.float32
         return dtype_on_gpu(checkpoint)
 
     @property
     def sequences(self) -> int:
-        return self.max_sequences or (16 if self.torch_device.type == "cpu" else 256)
+        return self.max_sequences or (256 if self.on_gpu else 16)
 
     @property
     def budget(self) -> int:
-        return max(self.step_tokens or (512 if self.torch_device.type == "cpu" else 8192), 1)
+        return max(self.step_tokens or (8192 if self.on_gpu else 512), 1)
 
     @property
     def host_bytes(self) -> int:
@@ -96,7 +101,7 @@ class EngineOptions:
 
     @property
     def overlaps(self) -> bool:
-        return self.torch_device.type == "cuda" if self.overlap is None else self.overlap
+        return self.on_gpu if self.overlap is None else self.overlap
 
     @property
     def speculation(self) -> SpeculativeOptions | None:

@@ -9,6 +9,7 @@ import torch
 
 from quantkit.arch import Config
 from quantkit.formats import Format
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.cpu import installed
 from quantkit.runtime.core.kv_dtypes import kv_kind
 from quantkit.runtime.core.options import EngineOptions
@@ -52,11 +53,11 @@ def make_part(
     device_rows = DeviceRows(options.sequences, plan.max_context, plan.page_size, options.torch_device, group)
     staged = ranks.pipeline > 1
     graphs = prompts = tapes = None
-    if options.torch_device.type == "cuda" and options.graphs and not staged:
+    if runs_kernels(options.torch_device) and options.graphs and not staged:
         graphs = StepGraphs(decoder, cache, device_rows, peers)
         if ranks == Ranks():  # others would have to make the same graphs at the same time
             prompts = PromptGraphs(decoder, cache, device_rows, graphs.pool)
-    if options.torch_device.type == "cpu" and options.graphs and ranks == Ranks() and installed.can_compile():
+    if options.torch_device.type == "cpu" and graphs is None and options.graphs and ranks == Ranks() and installed.can_compile():
         tapes = StepTapes(decoder, cache, device_rows.page_table.shape[1])
     return ModelPart(decoder, cache, device_rows, graphs, prompts, tapes, timed=staged, host_bytes=options.host_bytes)
 
@@ -77,7 +78,7 @@ def make_decoder(
 
 
 def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
-    if options.torch_device.type != "cuda":
+    if not runs_kernels(options.torch_device):
         return None
     from quantkit.kernels.attention.attend import make_scratch
     from quantkit.kernels.attention.latent.attend import make_latent_scratch
@@ -101,7 +102,7 @@ def check_kernels(
 
     `formats`: of quantized layers, by module.
     """
-    if options.torch_device.type != "cuda":
+    if not runs_kernels(options.torch_device):
         return None
     from quantkit.kernels.card import card_of
 

@@ -82,7 +82,7 @@ class DeviceRows:
 
     def to_device(self, numbers: list[int]) -> Tensor:
         host = torch.tensor(numbers, dtype=torch.int64)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
 
     def update_table(self, index: list[int], pages: list[int]) -> None:
         """Page numbers that the device lacks, at flat indexes."""

@@ -214,12 +214,13 @@ class Runner:
         hidden: Tensor,
     ) -> Launched:
         kept = hidden.clone() if self.keeps_hidden else None
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return Launched(plan, sampling, samples, verified, prompts, None, kept)
         parts = (samples.tokens, samples.logprobs, samples.top, samples.top_logprobs, verified)
         *host, ids = (None if part is None else to_host(part) for part in parts)
-        done = torch.cuda.Event()
-        done.record()
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if done is not None:
+            done.record()
         return Launched(plan, sampling, Samples(*host), ids, prompts, done, kept)  # type: ignore[arg-type]
 
 

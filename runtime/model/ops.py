@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.cpu.installed import can_compile
 
 Op = Callable[..., Any]
@@ -40,7 +41,7 @@ class Ops:
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
     """The set for a device. A GPU computes in 16 bit."""
-    if device.type != "cuda":
+    if not runs_kernels(device):
         return _compiled() if can_compile() else _plain()
     if dtype not in (torch.bfloat16, torch.float16):
         raise InputError(f"dtype {str(dtype)[6:]} runs on a CPU only; on a GPU use bfloat16 or float16")
