@@ -78,6 +78,7 @@ def start_engine(
     `launcher` starts the other ranks, where the options ask for several; by default on this machine.
     """
     stages = stages or Stages()
+    import_ahead(options.torch_device)
     with stages.stage("read headers"):
         checkpoint = Checkpoint(model_folder(model))
         config = read_model_config(checkpoint.config, generation_config(checkpoint.folder))
@@ -136,7 +137,7 @@ def build_engine(
     ranks = Ranks() if peers is None else peers.ranks
     device = options.torch_device
     with on_device(device):
-        import_ahead(device)
+        wait_for_kernels = import_ahead(device)
         own = local_config(config, ranks)
         card_plan = check_kernels(own, dtype, options, formats)
         for line in () if card_plan is None else card_plan.warnings:
@@ -153,6 +154,8 @@ def build_engine(
             _log.log(logging.WARNING if kv_choice.is_smaller else logging.INFO, kv_choice.line(dtype))
             plan = plan_memory(own, weight_size, dtype, options, available, draft=beside)
             check_draft_context(draft, plan.max_context)
+        with stages.stage("kernels"):
+            wait_for_kernels()
         with stages.stage("weights"):
             weights = load()
             draft_weights = draft.load(weights, options.kv_dtype) if draft else weights

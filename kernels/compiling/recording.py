@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from quantkit.kernels.card import Card, pretend
+from quantkit.kernels.compiling.keys import settle_keys
 
 Launcher = Callable[..., None]  # (kernel, *args, grid, warmup, **options), as `JITFunction.run`
 
@@ -83,6 +84,7 @@ def instead_of_launches(card: Card, launch: Launcher, target: GPUTarget | None =
 @contextmanager
 def listing(card: Card) -> Iterator[list[Kernel]]:
     """Within, every kernel that would be compiled for the card is listed once, in the order of first launches."""
+    settle_keys()
     kernels: list[Kernel] = []
     seen: set[tuple[int, str]] = set()
     target, run, compile_ = target_of(card), JITFunction.run, JITFunction._do_compile
