@@ -183,11 +183,11 @@ def build_engine(
         with stages.stage("graphs"):
             runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
         engine = Engine(config, runner, plan, options, speculation, peers or Alone(), kv_choice)
-        if options.warm_up and device.type == "cuda":
-            from quantkit.runtime.warm_up import warm_up
+        if options.warm_up != "none" and device.type == "cuda":
+            from quantkit.runtime.warm_up import all_parts, first_parts, rehearse
 
             with stages.stage("warm-up"):
-                warm_up(engine)
+                rehearse(engine, all_parts(engine) if options.warm_up == "all" else first_parts(engine))
         return engine
 
 

@@ -15,6 +15,7 @@ from quantkit.runtime.core.speculative_options import SpeculativeOptions
 
 MOST_RANKS = 1024
 HEAD_BITS = (8, 4)
+WARM_UPS = ("all", "background", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,8 @@ class EngineOptions:
     pipeline_parallel: int = 1  # stages, each with some of the blocks
     micro_batches: int | None = None  # steps on their way through the stages at once; None: one for each stage
     speculative: str | None = None  # ngram, draft=PATH, self=RECIPE or medusa=PATH: guess, verify at once
-    warm_up: bool = False  # compile kernels and capture graphs for every size first; else when one is needed
+    warm_up: str | bool = "none"  # compile kernels and capture graphs for every size: all (True) first, in the
+    # background of a server, or none (False) before it is needed
     seed: int = 0  # of requests that bring none
 
     def __post_init__(self) -> None:
@@ -59,6 +61,9 @@ class EngineOptions:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_RANKS:
                 raise InputError(f"{name} is {value!r}, but must be a whole number from 1 to {MOST_RANKS}")
+        if isinstance(self.warm_up, bool):
+            object.__setattr__(self, "warm_up", "all" if self.warm_up else "none")
+        check_choice("warm_up", str(self.warm_up), WARM_UPS)
         if self.expert_parallel and self.tensor_parallel == 1:
             raise InputError("expert_parallel divides experts among the ranks of tensor_parallel, which is 1; set both")
         if self.micro_batches is not None and self.pipeline_parallel == 1:

@@ -9,7 +9,6 @@ through several stages, a launched step is on its way until its rows come back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,13 +83,6 @@ class Runner:
         if self.graphs is not None:
             for size in sizes:
                 self.graphs.capture(Key(size, 1))
-
-    def warm_up_prompts(self) -> Iterator[int]:
-        """Captures the graphs of prompts, and says how many tokens each has."""
-        if self.part.prompt_graphs is not None:
-            for key in self.part.prompt_graphs.keys:
-                self.part.prompt_graphs.capture(key)
-                yield key.tokens
 
     def prepare(self, plan: StepPlan) -> None:
         """Pages are moved, and the device knows who has which; then whoever guesses may do so."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -240,6 +241,21 @@ class Engine:
         self.scheduler.prompt_tokens = self.scheduler.reused_tokens = self.scheduler.preemptions = 0
         self.steps = self.generated = 0
         self.speculation.reset()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within, what runs leaves nothing behind: nobody shares its pages, and counters are then what they were."""
+        assert not self.busy, "somebody is being answered"
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        counted = scheduler.prompt_tokens, scheduler.reused_tokens, scheduler.preemptions
+        own, shares, pool.share_prefixes = (self.steps, self.generated), pool.share_prefixes, False
+        try:
+            with on_device(self.runner.device), self.speculation.unrecorded():
+                yield
+        finally:
+            pool.share_prefixes = shares
+            scheduler.prompt_tokens, scheduler.reused_tokens, scheduler.preemptions = counted
+            self.steps, self.generated = own
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

@@ -10,6 +10,8 @@ overlap as they do without speculation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from quantkit.runtime.core.sequence import Sequence
@@ -97,6 +99,13 @@ class Policy:
 
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.id, None)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Within, nothing is learned from guesses."""
+        known = self._everybody, self._plain_steps, self._quiet, self._to_try
+        yield
+        self._everybody, self._plain_steps, self._quiet, self._to_try = known
 
     def forget_everybody(self) -> None:
         """How guesses did, not what steps cost. A trial begins so: what is old would outweigh the little it brings."""

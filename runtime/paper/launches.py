@@ -13,7 +13,7 @@ from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.known_answer import known_ids
 from quantkit.runtime.paper.engine import paper_engine
 from quantkit.runtime.scoring import score_tokens
-from quantkit.runtime.warm_up import warm_up
+from quantkit.runtime.warm_up import first_parts, rehearse, warm_up
 
 
 def kernels_of(
@@ -23,6 +23,7 @@ def kernels_of(
     torch.set_num_threads(1)
     with listing(card) as kernels:
         engine = paper_engine(model, options, available)
+        rehearse(engine, first_parts(engine))
         score_tokens(engine, known_ids(engine))
         warm_up(engine, on_part)
     return kernels
