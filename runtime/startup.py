@@ -16,6 +16,7 @@ from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.devices import on_device
 from quantkit.expert_check import check_experts
 from quantkit.formats import Format
+from quantkit.kernels.card import card_of
 from quantkit.progress import Progress, silent
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
@@ -42,6 +43,7 @@ from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import import_ahead, ops_for
 from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
+from quantkit.runtime.paper.ahead import CompilingAhead
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.parallel.peer_ranks import PeerRanks, ranks_of, refuse_ranks, start_peers
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
@@ -79,6 +81,7 @@ def start_engine(
     """
     stages = stages or Stages()
     import_ahead(options.torch_device)
+    compiling = _compiling_ahead(options)
     with stages.stage("read headers"):
         checkpoint = Checkpoint(model_folder(model))
         config = read_model_config(checkpoint.config, generation_config(checkpoint.folder))
@@ -90,6 +93,8 @@ def start_engine(
     with stages.stage("device"):
         choice = _choose_cache(checkpoint, config, dtype, options, draft)
     options = choice.settled(options)
+    if compiling is not None:
+        compiling.begin(model, options, card_of(options.torch_device), available_to_rank(options, Ranks()))
     peers = start_peers(str(model), checkpoint, config, dtype, options, launcher, draft)
     ranks = Ranks() if peers is None else peers.ranks
 
@@ -189,6 +194,12 @@ def build_engine(
             with stages.stage("warm-up"):
                 rehearse(engine, all_parts(engine) if options.warm_up == "all" else first_parts(engine))
         return engine
+
+
+def _compiling_ahead(options: EngineOptions) -> CompilingAhead | None:
+    """Where a whole model is to be rehearsed on one GPU of this machine."""
+    alone = options.tensor_parallel == options.pipeline_parallel == 1
+    return CompilingAhead() if options.warm_up != "none" and options.torch_device.type == "cuda" and alone else None
 
 
 def _choose_cache(

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.core import framing
+from quantkit.runtime.core.check_request import check_request
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.token_output import TokenOutput
-from quantkit.runtime.engine.engine import check_request
 from quantkit.runtime.server.engine_process.pending import EngineDied, PendingRequest
 from quantkit.threads import patient
 
