@@ -18,6 +18,7 @@ from quantkit.expert_check import check_experts
 from quantkit.formats import Format
 from quantkit.kernels.card import card_of
 from quantkit.progress import Progress, silent
+from quantkit.runtime.compiling_ahead import CompilingAhead
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
 from quantkit.runtime.device.kv_cache import allocate_draft_cache
@@ -43,7 +44,6 @@ from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
 from quantkit.runtime.model.ops import import_ahead, ops_for
 from quantkit.runtime.model.ranks import Ranks, check_parallel, local_config
-from quantkit.runtime.paper.ahead import CompilingAhead
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.parallel.peer_ranks import PeerRanks, ranks_of, refuse_ranks, start_peers
 from quantkit.runtime.parallel.rank_memory import available_to_rank, rank_weight_bytes, resident_bytes
@@ -135,7 +135,8 @@ def build_engine(
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
     With `peers`, sizes and weights are those of rank 0. `formats`: of quantized layers, by module. `kv_choice`: what
-    `options.kv_dtype` was settled by; None: it is settled here. `available`: bytes that quantkit may use; None: looked up.
+    `options.kv_dtype` was settled by; None: it is settled here. `available`: bytes that quantkit may use; None: it is
+    looked up.
     """
     if peers is None:
         refuse_ranks(options, "random weights")

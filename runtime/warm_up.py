@@ -92,10 +92,9 @@ def first_parts(engine: Engine) -> list[Part]:
 
 def all_parts(engine: Engine) -> list[Part]:
     random, runner = Random(0), engine.runner
-    parts = [
-        Part(f"prompts of {key.tokens} tokens", partial(runner.part.prompt_graphs.capture, key))
-        for key in (runner.part.prompt_graphs.keys if runner.part.prompt_graphs else ())
-    ]
+    parts = []
+    if (prompts := runner.part.prompt_graphs) is not None:
+        parts += [Part(f"prompts of {key.tokens} tokens", partial(prompts.capture, key)) for key in prompts.keys]
     for count in token_counts(engine):
         parts.append(Part(f"{count} tokens", partial(_run, engine, random, _lengths(count, engine), _KINDS[0])))
     for lengths in attention_loads(engine):

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import quantkit
-
 _PACKAGE = "quantkit.kernels"
 _NO_KERNELS = ("cpu", "reference", "compiling")  # rooms without a function of Triton's
 
@@ -34,7 +32,7 @@ def settle_keys() -> int:
 
 def kernel_modules() -> Iterator[ModuleType]:
     """In the order of their names."""
-    top = Path(quantkit.__file__).parent / "kernels"
+    top = Path(__file__).parents[1]
     for file in sorted(top.rglob("*.py")):
         parts = file.relative_to(top).with_suffix("").parts
         if parts[0] not in _NO_KERNELS and not (len(parts) > 1 and parts[1] == "cpu"):

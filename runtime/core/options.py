@@ -15,7 +15,7 @@ from quantkit.runtime.core.speculative_options import SpeculativeOptions
 
 MOST_RANKS = 1024
 HEAD_BITS = (8, 4)
-WARM_UPS = ("all", "background", "none")
+WARM_UPS = ("all", "background", "none")  # first (or True), in the background of a server, not (or False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,7 @@ class EngineOptions:
     pipeline_parallel: int = 1  # stages, each with some of the blocks
     micro_batches: int | None = None  # steps on their way through the stages at once; None: one for each stage
     speculative: str | None = None  # ngram, draft=PATH, self=RECIPE or medusa=PATH: guess, verify at once
-    warm_up: str | bool = "none"  # compile kernels and capture graphs for every size: all (True) first, in the
-    # background of a server, or none (False) before it is needed
+    warm_up: str | bool = "none"  # of WARM_UPS: kernels and graphs for every size, made before they are needed
     seed: int = 0  # of requests that bring none
 
     def __post_init__(self) -> None:

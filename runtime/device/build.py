@@ -57,7 +57,7 @@ def make_part(
         graphs = StepGraphs(decoder, cache, device_rows, peers)
         if ranks == Ranks():  # others would have to make the same graphs at the same time
             prompts = PromptGraphs(decoder, cache, device_rows, graphs.pool)
-    if options.torch_device.type == "cpu" and graphs is None and options.graphs and ranks == Ranks() and installed.can_compile():
+    if options.graphs and not runs_kernels(options.torch_device) and ranks == Ranks() and installed.can_compile():
         tapes = StepTapes(decoder, cache, device_rows.page_table.shape[1])
     return ModelPart(decoder, cache, device_rows, graphs, prompts, tapes, timed=staged, host_bytes=options.host_bytes)
 

@@ -121,7 +121,6 @@ def _without_pages(
     available: int,
     draft: ModelConfig | None,
 ) -> MemoryPlan:
-    device = options.torch_device
     page_bytes = _page_bytes(config, dtype, options)
     context = min(options.max_context or config.max_positions, config.max_positions)
     if options.max_context is not None and options.max_context > config.max_positions:

@@ -37,7 +37,7 @@ def paper_engine(model: str | Path, given: EngineOptions, available: int) -> Eng
     """For the card that is pretended, of which quantkit may use so many bytes."""
     if given.tensor_parallel > 1 or given.pipeline_parallel > 1:
         raise InputError("kernels are listed for one GPU; leave --tensor-parallel and --pipeline-parallel out")
-    options = PaperOptions(**vars(given) | {"warm_up": "none"})
+    options: EngineOptions = PaperOptions(**vars(given) | {"warm_up": "none"})
     checkpoint = Checkpoint(model_folder(model))
     config = read_model_config(checkpoint.config, generation_config(checkpoint.folder))
     dtype = options.torch_dtype(checkpoint.dtype)

@@ -1,4 +1,4 @@
-"""`python -m quantkit.runtime.paper.process` reads a job from stdin (`ahead.job_of`) and compiles the kernels of that
+"""`python -m quantkit.runtime.paper.process` reads a job from stdin (`compiling_ahead.job_of`) and compiles the kernels of that
 engine into Triton's cache, unless that was done before: the cache keeps a note of it.
 """
 
@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import quantkit
 from quantkit.checkpoint import Checkpoint
 from quantkit.kernels.card import Card
 from quantkit.kernels.compiling.keys import settle_keys
@@ -62,7 +61,7 @@ def _key_of(job: dict[str, Any]) -> str:
     checkpoint = Checkpoint(model_folder(job["model"]))
     headers = sorted((name, repr(stored.info)) for name, stored in checkpoint.tensors.items())
     formats = sorted((name, repr(fmt)) for name, fmt in checkpoint.formats.items())
-    top = Path(quantkit.__file__).parent
+    top = Path(__file__).parents[2]
     sources = [file.read_bytes() for room in ("kernels", "runtime") for file in sorted((top / room).rglob("*.py"))]
     tables = [file.read_bytes() for file in sorted((top / "kernels" / "linear" / "tuned").glob("*.json"))]
     found = hashlib.sha256(b"\0".join([*sources, *tables]))

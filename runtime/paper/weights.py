@@ -7,7 +7,6 @@ of their kind; plain tensors are not read at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Format, Index, QuantizedWeight
-from quantkit.kernels.linear.decoded import DecodedWeight, why_card_decodes
 from quantkit.kernels.card import card_of
+from quantkit.kernels.linear.decoded import DecodedWeight, why_card_decodes
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.grouped.stacks import lay_out
 from quantkit.kernels.linear.op import LinearWeight, linear, prepare
