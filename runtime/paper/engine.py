@@ -37,7 +37,8 @@ def paper_engine(model: str | Path, given: EngineOptions, available: int) -> Eng
     """For the card that is pretended, of which quantkit may use so many bytes."""
     if given.tensor_parallel > 1 or given.pipeline_parallel > 1:
         raise InputError("kernels are listed for one GPU; leave --tensor-parallel and --pipeline-parallel out")
-    options: EngineOptions = PaperOptions(**vars(given) | {"warm_up": "none"})
+    more = {"warm_up": "none", "speculative": _verified(given)}
+    options: EngineOptions = PaperOptions(**vars(given) | more)
     checkpoint = Checkpoint(model_folder(model))
     config = read_model_config(checkpoint.config, generation_config(checkpoint.folder))
     dtype = options.torch_dtype(checkpoint.dtype)
@@ -48,3 +49,9 @@ def paper_engine(model: str | Path, given: EngineOptions, available: int) -> Eng
         checkpoint.config, config, lambda: paper_weights(checkpoint, config, dtype, options), size, dtype, options,
         stages=Stages(), formats=checkpoint.formats, kv_choice=choice, available=available,
     )  # fmt: skip
+
+
+def _verified(given: EngineOptions) -> str | None:
+    """Guesses from nowhere, as many as the drafter that is asked for makes: the target's own steps are listed."""
+    asked = given.speculation
+    return None if asked is None or asked.kind == "medusa" else f"ngram,k={asked.most}"

@@ -1,5 +1,5 @@
-"""`python -m quantkit.runtime.paper.process` reads a job from stdin (`compiling_ahead.job_of`) and compiles the kernels of that
-engine into Triton's cache, unless that was done before: the cache keeps a note of it.
+"""`python -m quantkit.runtime.paper.process` reads a job from stdin (`compiling_ahead.job_of`) and compiles the kernels
+of that engine into Triton's cache, unless that was done before: the cache keeps a note of it.
 """
 
 from __future__ import annotations
