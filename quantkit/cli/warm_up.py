@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.kernels.card import Card
 
 
-@click.command("warm-up", short_help="Compile the kernels of a model ahead, or carry them from machine to machine.")
+@click.command("warm-up", short_help="Compile the kernels of a model ahead.")
 @click.argument("model", required=False)
 @click.option("--gpu", metavar="NAME", help="Compile for this GPU, here or not: l4, a100-80, h100; default: this one.")
 @click.option("--to", "archive", metavar="FILE", help="Write the kernels into one file.")

@@ -48,7 +48,8 @@ class PaperReader(Reader):
         """There is nothing to fill."""
 
     def quantized(self, name: str) -> QuantizedWeight:
-        return self.checkpoint.quantized(name, _HOST)
+        """Copies, as on a GPU: each part begins in memory of its own."""
+        return self.checkpoint.quantized(name, _HOST, copies=True)
 
     def prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
         weight = prepare(fmt, quantized, self.dtype)

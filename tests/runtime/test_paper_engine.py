@@ -15,10 +15,12 @@ from long_cases import others_long
 from quantkit import quantize
 from quantkit.calibration import Calibration
 from quantkit.errors import InputError
+from quantkit.formats import QuantizedWeight
 from quantkit.kernels.card import KNOWN, pretend
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.known_answer import known_ids
+from quantkit.runtime.model.reader import Reader
 from quantkit.runtime.paper.engine import paper_engine
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
@@ -98,13 +100,19 @@ CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", others_long(list(CASES), ("W4",)))
-def test_launches_are_those_of_a_real_engine(name: str, models: Callable[[str | None], Path]) -> None:
+def test_launches_are_those_of_a_real_engine(
+    name: str, models: Callable[[str | None], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(reader: Reader, name: str) -> QuantizedWeight:  # as onto a GPU: not where the mapped file has it
+        return reader.checkpoint.quantized(name, reader.device, copies=True)
+
     recipe, more = CASES[name]
     given: dict[str, Any] = {"dtype": "float16", "max_context": 32, "max_sequences": 2, "kv_tokens": 128}
     options = EngineOptions(device="cpu", step_tokens=24, **given | more)
     with recorded(runs=False) as on_paper:
         use(paper_engine(models(recipe), options, AVAILABLE))
     with recorded(runs=True) as real:
+        monkeypatch.setattr(Reader, "quantized", copied)
         engine = start_engine(models(recipe), options)
         loaded = len(real)
         use(engine)
