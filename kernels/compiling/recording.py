@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from quantkit.errors import InputError
 from quantkit.kernels.card import Card, pretend
 from quantkit.kernels.compiling.keys import settle_keys
 
@@ -84,6 +85,8 @@ def instead_of_launches(card: Card, launch: Launcher, target: GPUTarget | None =
 @contextmanager
 def listing(card: Card) -> Iterator[list[Kernel]]:
     """Within, every kernel that would be compiled for the card is listed once, in the order of first launches."""
+    if triton.knobs.runtime.interpret:
+        raise InputError("TRITON_INTERPRET is set, so kernels are interpreted and never compiled; unset it")
     settle_keys()
     kernels: list[Kernel] = []
     seen: set[tuple[int, str]] = set()

@@ -35,8 +35,7 @@ class PaperOptions(EngineOptions):
 
 def paper_engine(model: str | Path, given: EngineOptions, available: int) -> Engine:
     """For the card that is pretended, of which quantkit may use so many bytes."""
-    if given.tensor_parallel > 1 or given.pipeline_parallel > 1:
-        raise InputError("kernels are listed for one GPU; leave --tensor-parallel and --pipeline-parallel out")
+    check_paper(given)
     more = {"warm_up": "none", "speculative": _verified(given)}
     options: EngineOptions = PaperOptions(**vars(given) | more)
     checkpoint = Checkpoint(model_folder(model))
@@ -49,6 +48,11 @@ def paper_engine(model: str | Path, given: EngineOptions, available: int) -> Eng
         checkpoint.config, config, lambda: paper_weights(checkpoint, config, dtype, options), size, dtype, options,
         stages=Stages(), formats=checkpoint.formats, kv_choice=choice, available=available,
     )  # fmt: skip
+
+
+def check_paper(given: EngineOptions) -> None:
+    if given.tensor_parallel > 1 or given.pipeline_parallel > 1:
+        raise InputError("kernels are listed for one GPU; leave --tensor-parallel and --pipeline-parallel out")
 
 
 def _verified(given: EngineOptions) -> str | None:
