@@ -106,9 +106,11 @@ class Speculation:
     def unrecorded(self) -> Iterator[None]:
         """Within, how guesses do is not remembered; what steps cost is."""
         counted = self.steps, self.guessed, self.accepted, self.saved_seconds
-        with self._policy.unrecorded():
-            yield
-        self.steps, self.guessed, self.accepted, self.saved_seconds = counted
+        try:
+            with self._policy.unrecorded():
+                yield
+        finally:
+            self.steps, self.guessed, self.accepted, self.saved_seconds = counted
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that is new; its prompt is read with guesses in mind."""

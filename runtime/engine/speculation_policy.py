@@ -104,8 +104,10 @@ class Policy:
     def unrecorded(self) -> Iterator[None]:
         """Within, nothing is learned from guesses."""
         known = self._everybody, self._plain_steps, self._quiet, self._to_try
-        yield
-        self._everybody, self._plain_steps, self._quiet, self._to_try = known
+        try:
+            yield
+        finally:
+            self._everybody, self._plain_steps, self._quiet, self._to_try = known
 
     def forget_everybody(self) -> None:
         """How guesses did, not what steps cost. A trial begins so: what is old would outweigh the little it brings."""
