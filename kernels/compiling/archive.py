@@ -28,6 +28,7 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from quantkit.errors import InputError, StorageError
+from quantkit.kernels.compiling.keys import settle_keys
 from quantkit.kernels.compiling.pool import Compiled
 from quantkit.kernels.compiling.recording import Kernel
 
@@ -173,6 +174,7 @@ def _check_manifest(file: str, manifest: Mapping[str, Any], target: str | None) 
         raise InputError(f"{file} is of another build of Triton {triton.__version__}; make it with the same wheel")
     if target is not None and manifest.get("target") != target:
         raise InputError(f"{file} is for {manifest.get('target')}, but this GPU is {target}; make it with its --gpu")
+    settle_keys()
     sources = manifest.get("sources")
     if not isinstance(sources, dict) or not sources:
         raise StorageError(f"{file}: its manifest lists no sources; make it again")
