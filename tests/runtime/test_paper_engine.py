@@ -25,7 +25,7 @@ from quantkit.runtime.paper.engine import paper_engine
 from quantkit.runtime.scoring import score_tokens
 from quantkit.runtime.startup import start_engine
 from quantkit.runtime.warm_up import all_parts, first_parts, rehearse
-from tiny_models import save_model
+from tiny_models import SETTINGS, save_model
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")]
 
@@ -76,44 +76,54 @@ def use(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
-    """`models(recipe)`: as few numbers as kernels take, so that the interpreter is quick; None: not quantized."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | None], Path]:
+    """`models(family, recipe)`: as few numbers as kernels take, so that the interpreter is quick; None: not
+    quantized."""
     top = tmp_path_factory.mktemp("paper")
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    save_model("llama", top / "as it is", "float16", **sizes, head_dim=64, initializer_range=0.02)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    small = {"hidden_size": 128, "intermediate_size": 128, "initializer_range": 0.02}
 
-    def folder_of(recipe: str | None) -> Path:
-        if recipe is not None and not (top / recipe).exists():
+    def folder_of(family: str, recipe: str | None) -> Path:
+        plain = top / family
+        if not plain.exists():
+            save_model(family, plain, "float16", **(small if family == "llama" else SETTINGS[family]) | heads)
+        if recipe is None:
+            return plain
+        quantized = top / f"{family}-{recipe}"
+        if not quantized.exists():
             few = Calibration(samples=2, seq_len=32)
-            quantize(top / "as it is", recipe, top / recipe, calibration=few, quality_windows=0)
-        return top / (recipe or "as it is")
+            quantize(plain, recipe, quantized, calibration=few, quality_windows=0)
+        return quantized
 
     return folder_of
 
 
-CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "W4": ("rtn-w4g32", {}),
-    "NF4 over int8": ("nf4", {"kv_dtype": "int8"}),
-    "LLM.int8 over int4": ("llm-int8", {"kv_dtype": "int4"}),
-    "as it is": (None, {}),
+CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "W4": ("llama", "rtn-w4g32", {}),
+    "NF4 over int8": ("llama", "nf4", {"kv_dtype": "int8"}),
+    "LLM.int8 over int4": ("llama", "llm-int8", {"kv_dtype": "int4"}),
+    "as it is": ("llama", None, {}),
+    "windows and norms": ("gemma2", None, {}),
+    "experts": ("qwen3_moe", None, {}),
 }
 
 
 @pytest.mark.parametrize("name", others_long(list(CASES), ("W4",)))
 def test_launches_are_those_of_a_real_engine(
-    name: str, models: Callable[[str | None], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, models: Callable[[str, str | None], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def copied(reader: Reader, name: str) -> QuantizedWeight:  # as onto a GPU: not where the mapped file has it
         return reader.checkpoint.quantized(name, reader.device, copies=True)
 
-    recipe, more = CASES[name]
+    family, recipe, more = CASES[name]
+    model = models(family, recipe)
     given: dict[str, Any] = {"dtype": "float16", "max_context": 32, "max_sequences": 2, "kv_tokens": 128}
     options = EngineOptions(device="cpu", step_tokens=24, **given | more)
     with recorded(runs=False) as on_paper:
-        use(paper_engine(models(recipe), options, AVAILABLE))
+        use(paper_engine(model, options, AVAILABLE))
     with recorded(runs=True) as real:
         monkeypatch.setattr(Reader, "quantized", copied)
-        engine = start_engine(models(recipe), options)
+        engine = start_engine(model, options)
         loaded = len(real)
         use(engine)
     assert set(on_paper) == set(real)
