@@ -104,6 +104,16 @@ def card_of(device: torch.device) -> Card:
     return _pretended or _read(device)
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels are chosen for tensors of this device: on a GPU, and wherever a card is pretended."""
+    return device.type == "cuda" or pretending()
+
+
+def pretending() -> bool:
+    """Whether the card is one that is not here."""
+    return _pretended is not None
+
+
 @contextmanager
 def pretend(card: Card) -> Iterator[None]:
     """Whatever is asked, the answer is this card: to compile for it, or to plan."""

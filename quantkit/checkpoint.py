@@ -150,11 +150,12 @@ class Checkpoint:
         """The parts of a quantized module as stored."""
         return {name[len(module) + 1 :]: self.tensor(name) for name in self.part_names(module)}
 
-    def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
-        """A quantized module's weight, free of its layout."""
+    def quantized(self, module: str, device: str | torch.device = "cpu", *, copies: bool = False) -> QuantizedWeight:
+        """A quantized module's weight, free of its layout. On a CPU its parts may lie in the mapped file, wherever they
+        begin there, unless `copies` are asked for."""
         with self.naming(module):
             parts = self._checked_parts(module)
-            return self.formats[module].unpack({name: part.to(device) for name, part in parts.items()})
+            return self.formats[module].unpack({name: part.to(device, copy=copies) for name, part in parts.items()})
 
     def quantized_part(
         self, module: str, outputs: Index, inputs: Index, device: str | torch.device = "cpu"

@@ -12,12 +12,16 @@ TOKENS = 8
 ALLOWED = 0.02  # of the logits' norm: in 16 bits, a step of another size rounds otherwise
 
 
+def known_ids(engine: Engine) -> torch.Tensor:
+    """The tokens, spread over the vocabulary."""
+    return torch.arange(1, min(TOKENS, engine.memory.max_context) + 1) * 7919 % engine.config.vocab
+
+
 class KnownAnswer:
     def __init__(self, engine: Engine) -> None:
         """Takes pages while it computes, and gives them back: call it when the engine has some to spare."""
         self._engine = engine
-        count = min(TOKENS, engine.memory.max_context)
-        self._ids = torch.arange(1, count + 1) * 7919 % engine.config.vocab  # spread over the vocabulary
+        self._ids = known_ids(engine)
         self._logits = self._answer()
 
     def check(self) -> None:

@@ -16,7 +16,9 @@ from quantkit.checkpoint import Checkpoint, read_json
 from quantkit.devices import on_device
 from quantkit.expert_check import check_experts
 from quantkit.formats import Format
+from quantkit.kernels.card import card_of
 from quantkit.progress import Progress, silent
+from quantkit.runtime.compiling_ahead import CompilingAhead
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.build import check_kernels, make_decoder, make_part
 from quantkit.runtime.device.key_centres import centre_keys
@@ -84,9 +86,11 @@ def start_engine(
     `launcher` starts the other ranks, where the options ask for several; by default on this machine.
     """
     stages = stages or Stages()
+    import_ahead(options.torch_device)
+    compiling = _compiling_ahead(options)
     with stages.stage("read headers"):
         checkpoint = Checkpoint(model_folder(model))
-        config = read_model_config(checkpoint.config, _generation_config(checkpoint.folder))
+        config = read_model_config(checkpoint.config, generation_config(checkpoint.folder))
         check_experts(checkpoint)
     if checkpoint.gguf is not None and checkpoint.gguf.decoded:
         _log.warning(checkpoint.gguf.decoded)
@@ -95,6 +99,8 @@ def start_engine(
     with stages.stage("device"):
         choice = _choose_cache(checkpoint, config, dtype, options, draft)
     options = choice.settled(options)
+    if compiling is not None:
+        compiling.begin(model, options, card_of(options.torch_device), available_to_rank(options, Ranks()))
     peers = start_peers(str(model), checkpoint, config, dtype, options, launcher, draft)
     ranks = Ranks() if peers is None else peers.ranks
 
@@ -134,18 +140,20 @@ def build_engine(
     peers: PeerRanks | None = None,
     formats: Mapping[str, Format] | None = None,
     kv_choice: KvChoice | None = None,
+    available: int | None = None,
 ) -> Engine:
     """An engine around weights that `load` brings; nothing is loaded when the plan says that it cannot fit.
 
     With `peers`, sizes and weights are those of rank 0. `formats`: of quantized layers, by module. `kv_choice`: what
-    `options.kv_dtype` was settled by; None: it is settled here.
+    `options.kv_dtype` was settled by; None: it is settled here. `available`: bytes that quantkit may use; None: it is
+    looked up.
     """
     if peers is None:
         refuse_ranks(options, "random weights")
     ranks = Ranks() if peers is None else peers.ranks
     device = options.torch_device
     with on_device(device):
-        import_ahead(device)
+        wait_for_kernels = import_ahead(device)
         own = local_config(config, ranks)
         card_plan = check_kernels(own, dtype, options, formats)
         for line in () if card_plan is None else card_plan.warnings:
@@ -155,13 +163,15 @@ def build_engine(
             check_kernels(draft.config, dtype, options)
             weight_size += draft.size
         with stages.stage("device"):
-            available = available_to_rank(options, ranks)
+            available = available_to_rank(options, ranks) if available is None else available
             if kv_choice is None:
                 kv_choice = choose_kv_dtype([RankNeed(own, weight_size, beside)], dtype, options, available)
                 options = kv_choice.settled(options)
             _log.log(logging.WARNING if kv_choice.is_smaller else logging.INFO, kv_choice.line(dtype))
             plan = plan_memory(own, weight_size, dtype, options, available, draft=beside)
             check_draft_context(draft, plan.max_context)
+        with stages.stage("kernels"):
+            wait_for_kernels()
         with stages.stage("weights"):
             weights = load()
             draft_weights: Weights | EagleWeights = draft.load(weights, options.kv_dtype) if draft else weights
@@ -202,12 +212,18 @@ def build_engine(
         with stages.stage("graphs"):
             runner.warm_up(tuple(size for size in FIRST_GRAPHS if size <= options.sequences))
         engine = Engine(config, runner, plan, options, speculation, peers or Alone(), kv_choice)
-        if options.warm_up and device.type == "cuda":
-            from quantkit.runtime.warm_up import warm_up
+        if options.warm_up != "none" and device.type == "cuda":
+            from quantkit.runtime.warm_up import all_parts, first_parts, rehearse
 
             with stages.stage("warm-up"):
-                warm_up(engine)
+                rehearse(engine, all_parts(engine) if options.warm_up == "all" else first_parts(engine))
         return engine
+
+
+def _compiling_ahead(options: EngineOptions) -> CompilingAhead | None:
+    """Where a whole model is to be rehearsed on one GPU of this machine."""
+    alone = options.tensor_parallel == options.pipeline_parallel == 1
+    return CompilingAhead() if options.warm_up != "none" and options.torch_device.type == "cuda" and alone else None
 
 
 def _choose_cache(
@@ -249,6 +265,6 @@ def _make_runner(
     return Runner(part, sampler, peers)
 
 
-def _generation_config(folder: Path) -> Config:
+def generation_config(folder: Path) -> Config:
     file = folder / "generation_config.json"
     return read_json(file, "") if file.exists() else {}

@@ -4,11 +4,17 @@ A kernel that no step has used yet takes milliseconds to load, and a second to c
 in the middle of service everybody would wait for it. Linear layers have a kernel for each range of token counts, and
 attention one for each range of new tokens, for few and for many sequences: prompts of every range run once, and every
 kind of sampling; then graphs are captured. On a CPU nothing is compiled.
+
+All of it is a list of parts, each of which leaves the engine as it was: nothing cached, nothing counted. A server does
+the first ones before it is ready, and the others between requests (`Rehearsal`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from quantkit.kernels.linear.dispatch import BUCKETS
@@ -21,7 +27,7 @@ _MANY = 64  # sequences, enough to fill a GPU with one program for each and KV h
 _NEW_TOKENS = (2, 4, 8, 16, 32)  # of each sequence
 _EVERY_SIZE_UP_TO = 64  # sequences; larger graphs are captured at every fourth size, and serve those between
 _KINDS = (
-    SamplingParams(max_tokens=2, ignore_eos=True),
+    SamplingParams(max_tokens=2, ignore_eos=True, seed=0),
     SamplingParams(max_tokens=2, ignore_eos=True, temperature=1.0, seed=0),
     SamplingParams(
         max_tokens=2, ignore_eos=True, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, logprobs=1, seed=0,
@@ -30,32 +36,82 @@ _KINDS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Part:
+    """What is done at once: some steps, or a graph."""
+
+    name: str
+    run: Callable[[], object]
+
+
+class Rehearsal:
+    """The parts that are still to do."""
+
+    def __init__(self, engine: Engine, parts: list[Part]) -> None:
+        self._engine = engine
+        self._parts = deque(parts)
+
+    @property
+    def left(self) -> int:
+        return len(self._parts)
+
+    @property
+    def next(self) -> str:
+        """The name of the part that comes now; empty where none is left."""
+        return self._parts[0].name if self._parts else ""
+
+    def step(self) -> None:
+        """Does one part, while nobody is answered."""
+        part = self._parts.popleft()
+        with self._engine.uncounted():
+            part.run()
+
+    def stop(self) -> None:
+        """What is left is done when it is needed."""
+        self._parts.clear()
+
+
 def warm_up(engine: Engine, on_part: Progress = silent) -> None:
-    """Leaves the engine as it was: nothing cached, nothing counted."""
-    random, counts, sizes = Random(0), list(token_counts(engine)), sizes_to_capture(engine.options.sequences)
-    loads = attention_loads(engine)
-    guesses = engine.speculation.loads(engine.options.sequences)
-    prompts = engine.runner.part.prompt_graphs
-    total = len(counts) + len(loads) + len(_KINDS) + len(sizes) + len(guesses) + (len(prompts.keys) if prompts else 0)
-    for count in engine.runner.warm_up_prompts():
-        on_part(f"prompts of {count} tokens", total)
-    for count in counts:
-        _run(engine, random, _lengths(count, engine), _KINDS[0])
-        on_part(f"{count} tokens", total)
-    for lengths in loads:
-        _run(engine, random, lengths, _KINDS[0])
-        on_part(f"{len(lengths)} prompts", total)
+    """Does everything at once."""
+    rehearse(engine, all_parts(engine), on_part)
+
+
+def rehearse(engine: Engine, parts: list[Part], on_part: Progress = silent) -> None:
+    rehearsal = Rehearsal(engine, parts)
+    for part in parts:
+        rehearsal.step()
+        on_part(part.name, len(parts))
+
+
+def first_parts(engine: Engine) -> list[Part]:
+    """What nearly every first request needs: a short prompt, and its answer, greedy and drawn."""
+    random = Random(0)
+    return [Part(f"a first answer {number + 1}", partial(_run, engine, random, [1], params))
+            for number, params in enumerate(_KINDS[:2])]  # fmt: skip
+
+
+def all_parts(engine: Engine) -> list[Part]:
+    random, runner = Random(0), engine.runner
+    parts = []
+    if (prompts := runner.part.prompt_graphs) is not None:
+        parts += [Part(f"prompts of {key.tokens} tokens", partial(prompts.capture, key)) for key in prompts.keys]
+    for count in token_counts(engine):
+        parts.append(Part(f"{count} tokens", partial(_run, engine, random, _lengths(count, engine), _KINDS[0])))
+    for lengths in attention_loads(engine):
+        parts.append(Part(f"{len(lengths)} prompts", partial(_run, engine, random, lengths, _KINDS[0])))
     for number, params in enumerate(_KINDS):
-        _run(engine, random, [1, 1], params)
-        on_part(f"sampling {number + 1}", total)
-    for size in reversed(sizes):  # the largest first: its memory serves all
-        engine.runner.warm_up((size,))
-        on_part(f"{size} sequences", total)
-    for sequences, count in reversed(guesses):
-        if engine.runner.graphs is not None:
-            engine.speculation.prepare(engine.runner.graphs, sequences, count)
-        on_part(f"{sequences} sequences, {count} guesses", total)
-    engine.forget()
+        parts.append(Part(f"sampling {number + 1}", partial(_run, engine, random, [1, 1], params)))
+    for size in reversed(sizes_to_capture(engine.options.sequences)):  # the largest first: its memory serves all
+        parts.append(Part(f"{size} sequences", partial(runner.warm_up, (size,))))
+    for sequences, count in reversed(engine.speculation.loads(engine.options.sequences)):
+        name = f"{sequences} sequences, {count} guesses"
+        parts.append(Part(name, partial(_prepare_guesses, engine, sequences, count)))
+    return parts
+
+
+def _prepare_guesses(engine: Engine, sequences: int, count: int) -> None:
+    if engine.runner.graphs is not None:
+        engine.speculation.prepare(engine.runner.graphs, sequences, count)
 
 
 def token_counts(engine: Engine) -> Iterator[int]:

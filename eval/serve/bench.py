@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.errors import InputError, QuantkitError
 from quantkit.eval.serve.client import Client, Target
-from quantkit.eval.serve.facts import Facts, ask_facts
+from quantkit.eval.serve.facts import Facts, ask_facts, wait_until_rehearsed
 from quantkit.eval.serve.loads import Limits, Load
 from quantkit.eval.serve.prompts import FilePrompts, Prompts, RequestMaker, file_prompts, synthetic_prompts
 from quantkit.eval.serve.results import ServeRow
@@ -61,6 +61,7 @@ async def run_bench(
     client = Client(Target.parse(plan.url), plan.api_key, plan.timeout)
     try:
         facts = await ask_facts(client, plan.url, plan.model)
+        await wait_until_rehearsed(client)
         prompts = await _prompts(client, facts, plan)
         maker = RequestMaker(facts.model, plan.endpoint, prompts, plan.ignore_eos)
         rows: list[ServeRow] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import InputError, QuantkitError
 from quantkit.eval.serve.answers import Failure, error_message
 from quantkit.eval.serve.client import Client
+
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,12 @@ async def ask_facts(client: Client, url: str, model: str | None) -> Facts:
         vocab=_positive(told.get("vocab")),
         max_context=_positive(found.get("max_model_len")) or _positive(told.get("max_context")),
     )
+
+
+async def wait_until_rehearsed(client: Client) -> None:
+    """Where a server says that it still prepares kernels and graphs between requests."""
+    while (await _optional(client, "/ready")).get("left"):
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def tokenize(client: Client, model: str, text: str) -> list[int] | None:

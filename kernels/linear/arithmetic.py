@@ -19,6 +19,7 @@ import torch
 
 from quantkit.formats import CtFloat8, CtPacked, Format, Gguf, QuantizedWeight
 from quantkit.formats.float8_rows import float8_rows
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.linear.decoded import device_of
 from quantkit.kernels.linear.weight_only.float8 import Float8Steps
 from quantkit.kernels.linear.weight_only.weight import why_not
@@ -59,7 +60,7 @@ def with_exact_inputs(fmt: Format) -> Format:
 
 def meaning_of_few(fmt: Format, quantized: QuantizedWeight, arithmetic: str | None) -> Meaning:
     """Of a step with few tokens on the device of the weight."""
-    if device_of(quantized).type != "cuda" and multiplies_in_float8(fmt, quantized, arithmetic):
+    if not runs_kernels(device_of(quantized)) and multiplies_in_float8(fmt, quantized, arithmetic):
         return in_float8(quantized)
     return Meaning(with_exact_inputs(fmt), quantized)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError
-from quantkit.kernels.card import card_of
+from quantkit.kernels.card import card_of, runs_kernels
 from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, shape_of
 
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens; the last one stands for everything above too
@@ -114,7 +114,7 @@ def cache_folder() -> Path:
 
 def device_name(device: torch.device) -> str:
     """`nvidia-h200` of `NVIDIA H200`."""
-    return file_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+    return file_name(card_of(device).name) if runs_kernels(device) else device.type
 
 
 def file_name(gpu: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.formats import Format, GgufWeight, QuantizedWeight
-from quantkit.kernels.card import Card, card_of
+from quantkit.kernels.card import Card, card_of, runs_kernels
 from quantkit.kernels.linear.arithmetic import meaning_of_few, multiplies_in_float8
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.decoded import DecodedWeight, device_of, why_card_decodes
@@ -42,7 +42,7 @@ def prepare(
 
 
 def _prepare(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
-    if device_of(quantized).type != "cuda":
+    if not runs_kernels(device_of(quantized)):
         prepared = cpu.lay_out(fmt, quantized, dtype)
         return prepared or DecodedWeight(fmt, quantized, str(cpu.why_not(quantized)))
     why_not = why_decoded(fmt, quantized, card_of(device_of(quantized)))
@@ -63,7 +63,7 @@ def why_decoded(fmt: Format, quantized: QuantizedWeight, card: Card) -> str | No
 
 def prepare_plain(weight: Tensor) -> HalfWeight | None:
     """The same for a weight that is not quantized, which is not copied; None where it is torch's: a CPU, float32."""
-    return dense.lay_out(weight) if weight.is_cuda and dense.supports(weight) else None
+    return dense.lay_out(weight) if runs_kernels(weight.device) and dense.supports(weight) else None
 
 
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

@@ -24,6 +24,7 @@ COMMANDS = (
     "chat",
     "detect-watermark",
     "serve",
+    "warm-up",
     "deploy",
     "eval",
     "bench",

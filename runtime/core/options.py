@@ -9,12 +9,14 @@ import torch
 from quantkit.devices import find_device
 from quantkit.errors import InputError
 from quantkit.formats.base import DTYPES, check_choice
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.linear.arithmetic import ARITHMETIC
 from quantkit.runtime.core.kv_dtypes import KV_DTYPES
 from quantkit.runtime.core.speculative_options import SpeculativeOptions
 
 MOST_RANKS = 1024
 HEAD_BITS = (8, 4)
+WARM_UPS = ("all", "background", "none")  # first (or True), in the background of a server, not (or False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class EngineOptions:
     pipeline_parallel: int = 1  # stages, each with some of the blocks
     micro_batches: int | None = None  # steps on their way through the stages at once; None: one for each stage
     speculative: str | None = None  # ngram, draft=PATH, self=RECIPE, medusa=PATH or eagle=PATH: guess, verify at once
-    warm_up: bool = False  # compile kernels and capture graphs for every size first; else when one is needed
+    warm_up: str | bool = "none"  # of WARM_UPS: kernels and graphs for every size, made before they are needed
     seed: int = 0  # of requests that bring none
 
     def __post_init__(self) -> None:
@@ -62,6 +64,9 @@ class EngineOptions:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_RANKS:
                 raise InputError(f"{name} is {value!r}, but must be a whole number from 1 to {MOST_RANKS}")
+        if isinstance(self.warm_up, bool):
+            object.__setattr__(self, "warm_up", "all" if self.warm_up else "none")
+        check_choice("warm_up", str(self.warm_up), WARM_UPS)
         if self.expert_parallel and self.tensor_parallel == 1:
             raise InputError("expert_parallel divides experts among the ranks of tensor_parallel, which is 1; set both")
         if self.micro_batches is not None and self.pipeline_parallel == 1:
@@ -77,21 +82,25 @@ class EngineOptions:
     def torch_device(self) -> torch.device:
         return find_device(self.device)
 
+    @property
+    def on_gpu(self) -> bool:
+        return runs_kernels(self.torch_device)
+
     def torch_dtype(self, checkpoint: str) -> torch.dtype:
         """Of activations, for a checkpoint of this dtype."""
         if self.dtype is not None:
             return DTYPES[self.dtype]
-        if self.torch_device.type == "cpu":
+        if not self.on_gpu:
             return torch.float32
         return dtype_on_gpu(checkpoint)
 
     @property
     def sequences(self) -> int:
-        return self.max_sequences or (16 if self.torch_device.type == "cpu" else 256)
+        return self.max_sequences or (256 if self.on_gpu else 16)
 
     @property
     def budget(self) -> int:
-        return max(self.step_tokens or (512 if self.torch_device.type == "cpu" else 8192), 1)
+        return max(self.step_tokens or (8192 if self.on_gpu else 512), 1)
 
     @property
     def host_bytes(self) -> int:
@@ -100,7 +109,7 @@ class EngineOptions:
 
     @property
     def overlaps(self) -> bool:
-        return self.torch_device.type == "cuda" if self.overlap is None else self.overlap
+        return self.on_gpu if self.overlap is None else self.overlap
 
     @property
     def speculation(self) -> SpeculativeOptions | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from quantkit.runtime.core.pages import Digest, page_digest
 from quantkit.runtime.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -10,6 +10,7 @@ import torch
 from quantkit.arch import Config
 from quantkit.errors import InputError
 from quantkit.formats import Format
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.arithmetic import takes_float8
 from quantkit.runtime.core.kv_dtypes import kv_kind
@@ -54,11 +55,11 @@ def make_part(
     device_rows = DeviceRows(options.sequences, plan.max_context, plan.page_size, options.torch_device, group)
     staged = ranks.pipeline > 1
     graphs = prompts = tapes = None
-    if options.torch_device.type == "cuda" and options.graphs and not staged:
+    if runs_kernels(options.torch_device) and options.graphs and not staged:
         graphs = StepGraphs(decoder, cache, device_rows, peers)
         if ranks == Ranks():  # others would have to make the same graphs at the same time
             prompts = PromptGraphs(decoder, cache, device_rows, graphs.pool)
-    if options.torch_device.type == "cpu" and options.graphs and ranks == Ranks() and installed.can_compile():
+    if options.graphs and not runs_kernels(options.torch_device) and ranks == Ranks() and installed.can_compile():
         tapes = StepTapes(decoder, cache, device_rows.page_table.shape[1])
     return ModelPart(decoder, cache, device_rows, graphs, prompts, tapes, timed=staged, host_bytes=options.host_bytes)
 
@@ -79,7 +80,7 @@ def make_decoder(
 
 
 def attention_scratch(config: ModelConfig, options: EngineOptions) -> Any:
-    if options.torch_device.type != "cuda":
+    if not runs_kernels(options.torch_device):
         return None
     from quantkit.kernels.attention.attend import make_scratch
     from quantkit.kernels.attention.latent.attend import make_latent_scratch
@@ -105,7 +106,7 @@ def check_kernels(
     """
     if formats is not None:
         check_arithmetic(options.arithmetic, formats_of_layers(config, formats))
-    if options.torch_device.type != "cuda":
+    if not runs_kernels(options.torch_device):
         return None
     from quantkit.kernels.card import card_of
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.kernels.card import pretending
 from quantkit.runtime.core.step_plan import MOST_GUESSES
 from quantkit.runtime.core.step_result import LogitsRows
 from quantkit.runtime.device.device_rows import DeviceRows
@@ -32,6 +33,7 @@ _NEW_TOKENS = (1, *(1 + length for length in DRAFT_LENGTHS))
 _MOST_TOKENS = 512  # of a graph with guesses; larger steps are not bound by launches
 _ASKED_OFTEN = 8  # steps
 _REPLAYS = 3  # that are timed
+_PAPER_SECONDS = 0.01  # that a step takes where nothing is computed
 _PADDED_CONTEXT = 1  # a first token, in page 0
 
 
@@ -56,8 +58,17 @@ def padded_guesses(guesses: int) -> int:
     return DRAFT_LENGTHS[bisect_left(DRAFT_LENGTHS, guesses)]
 
 
-def capture_graph(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class PaperGraph:
+    """What a graph would replay, on a card that is not here."""
+
+    replay: Callable[[], None]
+
+
+def capture_graph(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph | PaperGraph:
     step()  # compiles kernels and sets libraries up, which a capture must not
+    if pretending():
+        return PaperGraph(step)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
@@ -65,9 +76,11 @@ def capture_graph(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAGraph, float]:
+def timed_capture(step: Callable[[], None], pool: Any) -> tuple[torch.cuda.CUDAGraph | PaperGraph, float]:
     """The graph of a function, and the seconds that a replay takes."""
     graph = capture_graph(step, pool)
+    if isinstance(graph, PaperGraph):
+        return graph, _PAPER_SECONDS
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     begin.record()
@@ -99,7 +112,7 @@ class StepGraphs:
         self._hidden = torch.zeros(most, decoder.config.hidden, dtype=dtype, device=device)
         self._ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._steps = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph | PaperGraph] = {}
         self._asked: Counter[Key] = Counter()
         self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.seconds: dict[tuple[int, int], float] = {}  # of sequences with so many new tokens

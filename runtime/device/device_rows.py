@@ -80,7 +80,7 @@ class DeviceRows:
     def to_device(self, numbers: list[int]) -> Tensor:
         # An array first: torch takes three times as long to read a list. It makes no tensor of an empty one.
         host = torch.frombuffer(array("q", numbers or [0]), dtype=torch.int64)[: len(numbers)]
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
 
     def update_table(self, index: list[int], pages: list[int]) -> None:
         """Page numbers that the device lacks, at flat indexes."""

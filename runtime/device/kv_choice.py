@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.kernels.card import Card, card_of
+from quantkit.kernels.card import Card, card_of, runs_kernels
 from quantkit.runtime.core.kv_dtypes import kv_kind
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.device.card_plan import small_kv_dtype
@@ -78,4 +78,4 @@ def _asked(options: EngineOptions) -> tuple[str, int]:
 
 
 def _card(options: EngineOptions) -> Card | None:
-    return card_of(options.torch_device) if options.torch_device.type == "cuda" else None
+    return card_of(options.torch_device) if runs_kernels(options.torch_device) else None

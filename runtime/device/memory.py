@@ -81,7 +81,7 @@ def plan_memory(
     if available is None:
         available = available_memory(options.torch_device, options.memory_share)
     plan = _without_pages(config, weights, dtype, options, available, draft)
-    return _with_pages(plan, plan.left, options.torch_device, options)
+    return _with_pages(plan, plan.left, options)
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,13 @@ def _without_pages(
     available: int,
     draft: ModelConfig | None,
 ) -> MemoryPlan:
-    device = options.torch_device
     page_bytes = _page_bytes(config, dtype, options)
     context = min(options.max_context or config.max_positions, config.max_positions)
     if options.max_context is not None and options.max_context > config.max_positions:
         raise InputError(
             f"max_context is {options.max_context}, but the model was made for {config.max_positions} positions"
         )
-    in_graphs = (config, draft) if device.type == "cuda" and options.graphs else ()
+    in_graphs = (config, draft) if options.on_gpu and options.graphs else ()
     return MemoryPlan(
         available=available,
         weights=weights,
@@ -155,14 +154,14 @@ def refine_plan(
     return plan_memory(config, plan.weights, dtype, options, available=left + plan.weights, draft=draft)
 
 
-def _with_pages(plan: MemoryPlan, left: int, device: torch.device, options: EngineOptions) -> MemoryPlan:
+def _with_pages(plan: MemoryPlan, left: int, options: EngineOptions) -> MemoryPlan:
     page_bytes = plan.page_bytes + plan.draft_page_bytes
     fits = max(0, left // page_bytes)
     wanted = fits
     useful = -(-plan.max_context // plan.page_size) * options.sequences + 1
     if options.kv_tokens is not None:
         wanted = -(-options.kv_tokens // plan.page_size) + 1
-    elif device.type == "cpu":
+    elif not options.on_gpu:
         wanted = min(fits, max(_CPU_CACHE // page_bytes, -(-plan.max_context // plan.page_size) + 1))
     pages = min(wanted, useful) if options.kv_tokens is None else wanted
     if pages > fits or fits < 2:
@@ -220,7 +219,7 @@ def _activation_bytes(
     width = max(in_mlp, config.attention_numbers) + 3 * config.hidden
     hidden = options.budget * width * dtype.itemsize
     decoded = config.decoded_weights * dtype.itemsize  # one weight in 16 bit, for many tokens
-    on_gpu = options.torch_device.type == "cuda"
+    on_gpu = options.on_gpu
     libraries = _LIBRARIES if on_gpu else 0
     travelling = DEVICE_BYTES if on_gpu and options.swap_gib else 0
     drafted = draft is not None

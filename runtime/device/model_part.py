@@ -139,7 +139,9 @@ class ModelPart:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Into pinned memory, without waiting."""
+    """Into pinned memory, without waiting. What has no numbers brings zeros."""
+    if tensor.device.type == "meta":
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.device.type != "cuda":
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

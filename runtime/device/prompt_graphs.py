@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_result import LogitsRows
-from quantkit.runtime.device.decode_graphs import capture_graph
+from quantkit.runtime.device.decode_graphs import PaperGraph, capture_graph
 from quantkit.runtime.device.device_rows import LONGEST_PADDING, DeviceRows
 from quantkit.runtime.device.step_inputs import StepInputs, in_one
 from quantkit.runtime.model.batch import Batch, KvCache
@@ -48,7 +48,7 @@ class PromptGraphs:
         self._numbers = torch.zeros(4 * MOST_TOKENS + 3 * device_rows.num_rows + 8, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(MOST_TOKENS, config.hidden, dtype=decoder.weights.dtype, device=device)
         self._ids = torch.zeros(MOST_TOKENS, dtype=torch.int64, device=device)
-        self._graphs: dict[PromptKey, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[PromptKey, torch.cuda.CUDAGraph | PaperGraph] = {}
 
     @property
     def keys(self) -> list[PromptKey]:

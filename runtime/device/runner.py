@@ -9,7 +9,6 @@ through several stages, a launched step is on its way until its rows come back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,13 +83,6 @@ class Runner:
         if self.graphs is not None:
             for size in sizes:
                 self.graphs.capture(Key(size, 1))
-
-    def warm_up_prompts(self) -> Iterator[int]:
-        """Captures the graphs of prompts, and says how many tokens each has."""
-        if self.part.prompt_graphs is not None:
-            for key in self.part.prompt_graphs.keys:
-                self.part.prompt_graphs.capture(key)
-                yield key.tokens
 
     def prepare(self, plan: StepPlan) -> None:
         """Pages are moved, and the device knows who has which; then whoever guesses may do so."""
@@ -220,12 +212,13 @@ class Runner:
         hidden: Tensor,
     ) -> Launched:
         kept = hidden.clone() if self.keeps_hidden else None
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return Launched(plan, sampling, samples, verified, prompts, None, kept)
         parts = (samples.tokens, samples.logprobs, samples.top, samples.top_logprobs, verified)
         *host, ids = (None if part is None else to_host(part) for part in parts)
-        done = torch.cuda.Event()
-        done.record()
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if done is not None:
+            done.record()
         return Launched(plan, sampling, Samples(*host), ids, prompts, done, kept)  # type: ignore[arg-type]
 
 

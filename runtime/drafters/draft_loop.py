@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_result import StepRows
-from quantkit.runtime.device.decode_graphs import graph_sizes, padded_guesses, timed_capture
+from quantkit.runtime.device.decode_graphs import PaperGraph, graph_sizes, padded_guesses, timed_capture
 from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.decoder import Decoder
@@ -81,7 +81,7 @@ class DraftLoop:
         # All graphs leave their logits in the same place, or each would keep its own for ever.
         kept, weights = sequences * padded_guesses(most), decoder.weights
         self._logits = weights.embedding.new_empty(kept, decoder.config.vocab, dtype=weights.dtype)
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph | PaperGraph] = {}
         self._pool: Any = None
         self.seconds: dict[tuple[int, int], float] = {}  # sequences, guesses
 
@@ -115,7 +115,8 @@ class DraftLoop:
             self._guess(columns, guesses, inputs.settings, kept)
             return kept
         key = self.prepare(count, guesses, inputs.settings is not None)
-        host = torch.tensor(_numbers(inputs, key.sequences, self._device_rows.padding), dtype=torch.int64).pin_memory()
+        host = torch.tensor(_numbers(inputs, key.sequences, self._device_rows.padding), dtype=torch.int64)
+        host = host.pin_memory() if self._numbers.is_cuda else host
         self._numbers[: len(host)].copy_(host, non_blocking=True)
         if found is not None:
             self._numbers[: len(host)].view(_NUMBERS, -1)[: len(found), :count] = found
@@ -146,7 +147,7 @@ class DraftLoop:
             self._guess(columns, key.guesses, settings, self._kept(key) if key.drawn else None)
 
         graph, seconds = timed_capture(step, self._pool)
-        self._pool = self._pool or graph.pool()
+        self._pool = self._pool or (None if isinstance(graph, PaperGraph) else graph.pool())
         self._graphs[key] = graph
         if not key.drawn or (key.sequences, key.guesses) not in self.seconds:
             self.seconds[key.sequences, key.guesses] = seconds

@@ -66,7 +66,8 @@ class _Rounded(Checkpoint):
         with self._whole.kept_open():
             yield
 
-    def quantized(self, module: str, device: str | torch.device = "cpu") -> QuantizedWeight:
+    def quantized(self, module: str, device: str | torch.device = "cpu", *, copies: bool = False) -> QuantizedWeight:
+        """New tensors in any case."""
         if module in self._whole.formats:
             weight = self._whole.weight(module, torch.float32, device)
         else:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
 from quantkit.devices import on_device
-from quantkit.errors import InputError
+from quantkit.runtime.core.check_request import check_request
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.sequence import FinishReason, Guide, Sequence, Status
@@ -242,6 +243,21 @@ class Engine:
         self.steps = self.generated = 0
         self.speculation.reset()
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within, what runs leaves nothing behind: nobody shares its pages, and counters are then what they were."""
+        assert not self.busy, "somebody is being answered"
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        counted = scheduler.prompt_tokens, scheduler.reused_tokens, scheduler.preemptions
+        own, shares, pool.share_prefixes = (self.steps, self.generated), pool.share_prefixes, False
+        try:
+            with on_device(self.runner.device), self.speculation.unrecorded():
+                yield
+        finally:
+            pool.share_prefixes = shares
+            scheduler.prompt_tokens, scheduler.reused_tokens, scheduler.preemptions = counted
+            self.steps, self.generated = own
+
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
         assert self.scheduler.unfinished == len(self._owners)
@@ -295,17 +311,3 @@ class Engine:
         request, _ = self._owners.pop(sequence.id)
         if request.finished:
             del self.requests[request.id]
-
-
-def check_request(prompt: list[int], params: SamplingParams, max_context: int, vocab: int) -> None:
-    """Refuses what an engine of these sizes cannot answer."""
-    if not prompt:
-        raise InputError("the prompt is empty; give at least one token")
-    if len(prompt) >= max_context:
-        raise InputError(
-            f"the prompt has {len(prompt)} tokens, but contexts end at {max_context}, the answer included; shorten it"
-        )
-    for token in prompt:
-        if type(token) is not int or not 0 <= token < vocab:
-            raise InputError(f"token id {token!r} is not in the vocabulary of {vocab} tokens")
-    params.check_vocabulary(vocab)

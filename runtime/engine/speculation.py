@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
@@ -103,6 +104,16 @@ class Speculation:
         self._policy.forget_everybody()
         self.steps = self.guessed = self.accepted = 0
         self.saved_seconds = 0.0
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Within, how guesses do is not remembered; what steps cost is."""
+        counted = self.steps, self.guessed, self.accepted, self.saved_seconds
+        try:
+            with self._policy.unrecorded():
+                yield
+        finally:
+            self.steps, self.guessed, self.accepted, self.saved_seconds = counted
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that is new; its prompt is read with guesses in mind."""

@@ -19,7 +19,8 @@ cheapest, and the others follow when that pays back while they last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from quantkit.runtime.core.sequence import Sequence
@@ -183,6 +184,18 @@ class Policy:
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.id, None)
         self._tried.discard(sequence.id)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Within, nothing is learned from guesses."""
+        values = ("_everybody", "_guessing", "_failed", "_undecided", "_dearest", "_plain_steps", "_quiet")
+        known = {name: getattr(self, name) for name in values}
+        tried, left = set(self._tried), self._budget.left
+        try:
+            yield
+        finally:
+            vars(self).update(known)
+            self._tried, self._budget.left = tried, left
 
     def _record(self, sequence: Sequence) -> _Record:
         """A new one begins with what the others' guesses are worth, and soon has its own."""

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.linear.dense.weight import HalfWeight
 from quantkit.kernels.linear.grouped.routes import Rule
 from quantkit.kernels.linear.grouped.weight import Clip, GroupedWeight
@@ -60,7 +61,7 @@ class ExpertMlp:
 
     def __call__(self, x: Tensor, run: RunDense) -> Tensor:
         chosen, weights = self._choice(x)
-        add_up = sum_of_every_expert if x.is_cuda else sum_of_experts
+        add_up = sum_of_every_expert if runs_kernels(x.device) else sum_of_experts
         routed = add_up(x, chosen, weights, [partial(run, expert) for expert in self.experts], self.first)
         if self.shared is None:
             return routed

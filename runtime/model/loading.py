@@ -13,6 +13,7 @@ from quantkit.arch.sizes import LatentSizes
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import Gguf
 from quantkit.host_memory import return_free_memory
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.linear.grouped.weight import GroupedWeight
 from quantkit.progress import Progress, silent
 from quantkit.runtime.model.config import ROUTED, ModelConfig
@@ -27,6 +28,7 @@ from quantkit.runtime.model.reader import Reader
 from quantkit.runtime.model.shards import GroupShare, Share, share_of_block
 from quantkit.stages import Experts, Stage
 
+ENDS = "16-bit"  # arithmetic of embedding and output layer, which few tokens of a step reach
 _HEAD_ROWS = 1 << 13  # of an output layer in blocks that are laid out at a time, to need little memory beside it
 
 
@@ -47,17 +49,24 @@ def load_weights(
     output layer, which few tokens of a step reach, stays in 16 bits.
     """
     kv_scales = read_kv_scales(checkpoint, config, device, ranks) if kv_dtype == "fp8" else None
-    reader = Reader(checkpoint, config, dtype, device, arithmetic="16-bit")
-    rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
-    embedding: Tensor | CodedEmbedding = reader.embedding(rows)
-    with checkpoint.kept_open():
-        head = head_in_bits(_head(reader, embedding, ranks), head_bits, dtype, reader.prepared)
-    if config.tied and len(head.weights) == 1:
-        embedding = embedding_of_head(embedding, head.weights[0])
+    reader = Reader(checkpoint, config, dtype, device, arithmetic=ENDS)
+    embedding, head = load_ends(reader, ranks, head_bits)
     blocks = load_blocks(checkpoint, config, dtype, device, on_block, ranks, arithmetic)
     norm = reader.tensor("model.norm.weight", (config.hidden,)) if ranks.last_stage else None
     return_free_memory()
     return Weights(embedding, blocks, norm, head, kv_scales)
+
+
+def load_ends(reader: Reader, ranks: Ranks, head_bits: int | None) -> tuple[Tensor | CodedEmbedding, Linear]:
+    """The embedding and the output layer, as far as this rank has them."""
+    config, checkpoint = reader.config, reader.checkpoint
+    rows = ranks.vocabulary(config.vocab) if ranks.first_stage else slice(0, 0)
+    embedding: Tensor | CodedEmbedding = reader.embedding(rows)
+    with checkpoint.kept_open():
+        head = head_in_bits(_head(reader, embedding, ranks), head_bits, reader.dtype, reader.prepared)
+    if config.tied and len(head.weights) == 1:
+        embedding = embedding_of_head(embedding, head.weights[0])
+    return embedding, head
 
 
 def _head(reader: Reader, embedding: Tensor | CodedEmbedding, ranks: Ranks) -> Linear:
@@ -91,13 +100,17 @@ def load_blocks(
     blocks = []
     for layer in own:
         with checkpoint.kept_open():  # no longer: what was read of a mapped file counts as memory
-            blocks.append(_BlockReader(reader, layer, ranks).block())
+            blocks.append(load_block(reader, layer, ranks))
         on_block(f"block {layer}", len(own))
     return tuple(blocks)
 
 
+def load_block(reader: Reader, layer: int, ranks: Ranks = Ranks()) -> Block:  # noqa: B008  (a value)
+    return _BlockReader(reader, layer, ranks).block()
+
+
 def has_routed_kernels(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return runs_kernels(device)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.kernels.card import runs_kernels
 from quantkit.kernels.cpu.installed import can_compile
 
 Op = Callable[..., Any]
@@ -40,22 +42,30 @@ class Ops:
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
     """The set for a device. A GPU computes in 16 bit."""
-    if device.type != "cuda":
+    if not runs_kernels(device):
         return _compiled() if can_compile() else _plain()
     if dtype not in (torch.bfloat16, torch.float16):
         raise InputError(f"dtype {str(dtype)[6:]} runs on a CPU only; on a GPU use bfloat16 or float16")
     return _triton()
 
 
-def import_ahead(device: torch.device) -> None:
-    """Begins to import what kernels are written in, beside whatever comes next: reading weights leaves time for it."""
-    if device.type == "cuda":
-        threading.Thread(target=_import_triton, daemon=True).start()
+def import_ahead(device: torch.device) -> Callable[[], None]:
+    """Begins to import kernels and to make their keys, beside whatever comes next. Call what it gives before the first
+    launch: it waits for that."""
+    return _importing().join if device.type == "cuda" else lambda: None
 
 
-def _import_triton() -> None:
-    import triton.experimental.gluon
-    import triton.language  # noqa: F401
+@cache
+def _importing() -> threading.Thread:
+    thread = threading.Thread(target=_import_kernels, daemon=True)
+    thread.start()
+    return thread
+
+
+def _import_kernels() -> None:
+    from quantkit.kernels.compiling.keys import settle_keys
+
+    settle_keys()
 
 
 def _plain() -> Ops:

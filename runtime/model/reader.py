@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint import Checkpoint, require_finite
 from quantkit.errors import QuantkitError, StorageError
 from quantkit.formats import Format, Gguf, Index, QuantizedWeight, Shape
-from quantkit.kernels.card import card_of
+from quantkit.kernels.card import card_of, runs_kernels
 from quantkit.kernels.linear.arithmetic import meaning_of_few, meaning_of_many, with_exact_inputs
 from quantkit.kernels.linear.decoded import DecodedWeight, why_card_decodes
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
@@ -81,7 +81,7 @@ class Reader:
     def matrix_dtype(self, name: str) -> torch.dtype:
         """In which a plain matrix is held."""
         stored = self.checkpoint.tensors.get(name)
-        if stored is None or not self.keeps_halves or self.device.type != "cpu":
+        if stored is None or not self.keeps_halves or runs_kernels(self.device):
             return self.dtype
         return held_dtype(stored.info, self.dtype)
 
@@ -145,7 +145,7 @@ class Reader:
             return
         fmt = self.checkpoint.formats[name]
         if whole:
-            quantized = self.checkpoint.quantized(name, self.device)
+            quantized = self.quantized(name)
             self._check_shape(name, quantized.shape, (outputs, inputs))
             yield self.prepared(name, fmt, quantized)
             return
@@ -161,6 +161,10 @@ class Reader:
                 f"{name} in {self.checkpoint.folder} is a layer of {list(found)}, "
                 f"but config.json asks for {list(wanted)}"
             )
+
+    def quantized(self, name: str) -> QuantizedWeight:
+        """A whole layer as its format has it."""
+        return self.checkpoint.quantized(name, self.device)
 
     def prepared(self, name: str, fmt: Format, quantized: QuantizedWeight) -> LinearWeight:
         with self.checkpoint.naming(name):
@@ -178,11 +182,10 @@ class Reader:
 
     def plane(self, name: str, outputs: int, inputs: int) -> PackedWeight | EightBitWeight:
         """A whole quantized layer as stacks of experts take it, tried alone."""
-        fmt = with_exact_inputs(self.checkpoint.formats[name])
-        quantized = self.checkpoint.quantized(name, self.device)
+        fmt, quantized = with_exact_inputs(self.checkpoint.formats[name]), self.quantized(name)
         self._check_shape(name, quantized.shape, (outputs, inputs))
         weight = lay_out(fmt, quantized)
-        why_not = why_card_decodes(fmt, card_of(self.device)) if self.device.type == "cuda" else None
+        why_not = why_card_decodes(fmt, card_of(self.device)) if runs_kernels(self.device) else None
         tried = weight if why_not is None else DecodedWeight(fmt, quantized, why_not)
         try_layer(name, fmt, quantized, tried, self.dtype, self.device, self.tried_rows)
         return weight
@@ -191,7 +194,7 @@ class Reader:
         """The weight of a layer that is not run as such."""
         if name not in self.checkpoint.formats:
             return self.tensor(f"{name}.weight", (outputs, inputs))
-        quantized = self.checkpoint.quantized(name, self.device)
+        quantized = self.quantized(name)
         self._check_shape(name, quantized.shape, (outputs, inputs))
         weight = quantized.dequantize(self.dtype)
         require_finite(name, weight)

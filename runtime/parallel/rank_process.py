@@ -32,6 +32,7 @@ from quantkit.runtime.model.batch import Batch, KvCache
 from quantkit.runtime.model.config import read_model_config
 from quantkit.runtime.model.lm_head import more_bytes
 from quantkit.runtime.model.loading import load_weights
+from quantkit.runtime.model.ops import import_ahead
 from quantkit.runtime.model.ranks import Ranks, local_config
 from quantkit.runtime.parallel.channel import Channel, Kind, Lists, Talk, unpack, unpack_talk
 from quantkit.runtime.parallel.door import greet
@@ -55,7 +56,9 @@ def run_worker(ranks: Ranks, address: Address, model: str, options: EngineOption
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
     try:
+        wait_for_kernels = import_ahead(options.torch_device)
         with on_device(options.torch_device):
+            wait_for_kernels()
             Worker(ranks, channel, inbox, *_load(ranks, address, model, options, channel, inbox)).run()
     except BaseException as error:
         channel.say(_describe(error))

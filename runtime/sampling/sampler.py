@@ -75,7 +75,7 @@ class Sampler:
         self._prompted: Tensor | None = None  # bool [device rows, vocab]
         self._owners: dict[int, tuple[int, int]] = {}  # device row -> sequence that the tables count, and its stay
         self._counted: dict[int, int] = {}  # device row -> tokens of the answer that the tables count
-        self._random = torch.Generator(device).manual_seed(seed)
+        self._random = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
         self._green_lists = GreenLists(vocab, device)
 
     @torch.inference_mode()
@@ -236,7 +236,7 @@ class Sampler:
             new = sequence.tokens[len(sequence.prompt) + self._counted[sequence.row] :]
             if new:
                 answer = torch.tensor(new, dtype=torch.int64, device=self._device)
-                self._answered[sequence.row] += torch.bincount(answer, minlength=self._vocab)
+                self._answered[sequence.row].scatter_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
                 self._counted[sequence.row] += len(new)
         return self._answered, self._prompted
 

@@ -25,6 +25,7 @@ _OURS_ALONE = {
     "engine_restarts",
     "kv_pages_total",
     "kv_pages_used",
+    "rehearsal_left",
     "request_refused",
     "requests",
     "routed_requests",
@@ -83,6 +84,7 @@ class EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Tokens found in the cache.", steady["reused_tokens"])
         yield self._counter("num_preemptions", "Answers that had to give way.", steady["preemptions"])
         yield self._gauge("engine_ready", "1 where the engine process answers, 0 where there is none.", self._ready())
+        yield self._gauge("rehearsal_left", "Parts of the warm-up that are still to do.", stats.rehearsal_left)
         yield self._counter("engine_restarts", "New engine processes after one died.", self.restarts())
         if self.speculates:
             yield from self._guesses(steady)

@@ -162,8 +162,10 @@ class ServerSettings(BaseModel):
         min_length=1,
         description="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE, medusa=PATH or eagle=PATH,k=4.",
     )
-    warm_up: bool = Field(
-        True, description="Compile kernels and capture graphs for every load before the first request."
+    warm_up: Literal["all", "background", "none"] = Field(
+        "background",
+        description="Kernels and graphs for every load: all before the first request, in the background while requests "
+        "are answered, or none before it is needed.",
     )
     virtual_models: tuple[VirtualModel, ...] = Field((), description="Of several models; written in the file alone.")
     api_keys: tuple[ApiKey, ...] = Field((), repr=False, exclude=True, description="Read from file or environment.")
@@ -175,6 +177,12 @@ class ServerSettings(BaseModel):
         if not is_device_name(device):
             raise ValueError(NAMES)
         return device
+
+    @field_validator("warm_up", mode="before")
+    @classmethod
+    def _warm_up(cls, given: Any) -> Any:
+        """Files of earlier versions have true or false."""
+        return {True: "all", False: "none"}[given] if isinstance(given, bool) else given
 
     @field_validator("cors_origins")
     @classmethod
@@ -243,7 +251,7 @@ class ServerSettings(BaseModel):
             "max_sequences": 1,
             "kv_tokens": None,
             "swap_gib": 0.0,
-            "warm_up": False,
+            "warm_up": "none",
             "micro_batches": None,
             "speculative": None,
         }

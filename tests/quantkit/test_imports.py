@@ -149,7 +149,7 @@ FLOORS = (
     {"drafters"},
     {"parallel"},
     {"runtime"},
-    {"server"},
+    {"paper", "server"},
 )
 RUNTIME = {
     ".".join(("quantkit", *file.relative_to(ROOT).with_suffix("").parts)): file

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.kernels.card import card_of
+from quantkit.kernels.card import card_of, runs_kernels
 from quantkit.kernels.linear.arguments import check_arguments
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
@@ -22,7 +22,7 @@ _BLOCK_TOKENS = 16  # cuBLAS refuses 33 and 1,021 tokens with scales of blocks
 
 def supports(weight: EightBitWeight, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Tokens in bfloat16; compute capability 8.9 and up for scales of rows, 9.0 for scales of blocks."""
-    if weight.code_type != "fp8" or weight.device.type != "cuda" or dtype != torch.bfloat16:
+    if weight.code_type != "fp8" or not runs_kernels(weight.device) or dtype != torch.bfloat16:
         return False
     card = card_of(weight.device)
     if weight.scales.ndim == 1:

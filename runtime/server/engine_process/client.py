@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, QuantkitError
 from quantkit.runtime.core import framing
+from quantkit.runtime.core.check_request import check_request
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.token_output import TokenOutput
-from quantkit.runtime.engine.engine import check_request
 from quantkit.runtime.server.engine_process.pending import EngineDied, PendingRequest
 from quantkit.threads import patient
 
@@ -75,6 +75,8 @@ class EngineStats:
     guessed_tokens: int = 0
     accepted_tokens: int = 0  # of these
     saved_seconds: float = 0.0  # by guesses; below 0 where they cost more than they brought
+    rehearsing: str = ""  # the part of the rehearsal that comes next
+    rehearsal_left: int = 0  # parts
 
 
 class EngineClient:
@@ -205,9 +207,10 @@ class EngineClient:
             await self._end_process()
             raise (InputError if first["code"] == InputError.exit_code else QuantkitError)(first["failed"])
         info = first["ready"] | {"eos": tuple(first["ready"]["eos"])}
+        left = {name: info.pop(name) for name in ("rehearsing", "rehearsal_left") if name in info}
         self.info = EngineInfo(**info)
         total = self.info.kv_tokens // self.info.page_size
-        self.stats = EngineStats(kv_pages_total=total)
+        self.stats = EngineStats(kv_pages_total=total, **left)
         self.ready = True
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from quantkit.runtime.known_answer import KnownAnswer
 from quantkit.runtime.output.tokenizer import load_tokenizer
 from quantkit.runtime.parallel.launcher import Launcher
 from quantkit.runtime.startup import start_engine
+from quantkit.runtime.warm_up import Rehearsal, all_parts
 from quantkit.sources import model_folder
 
 if TYPE_CHECKING:
@@ -54,9 +56,17 @@ LONGEST_REASON = 300  # characters of an error that clients and the log see
 class EngineLoop:
     """An engine that takes its requests from messages."""
 
-    def __init__(self, engine: Engine, model: str, outbox: queue.Queue[framing.Message | None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        outbox: queue.Queue[framing.Message | None],
+        rehearsal: Rehearsal | None = None,
+    ) -> None:
+        """`rehearsal`: what is done while nobody asks."""
         self._engine = engine
         self._model = model
+        self._rehearsal = rehearsal or Rehearsal(engine, [])
         self._outbox = outbox
         self._names: dict[int, int] = {}  # the engine's id of a request -> the server's
         self._requests: dict[int, Request] = {}  # by the server's id
@@ -79,9 +89,9 @@ class EngineLoop:
         self._inbox = inbox
         while True:
             try:
-                message = inbox.get_nowait() if self._engine.busy else inbox.get()
+                message = inbox.get_nowait() if self._engine.busy or self._rehearsal.left else inbox.get()
             except queue.Empty:
-                self._step()
+                self._step() if self._engine.busy else self._rehearse()
                 continue
             if message is None:
                 return
@@ -177,6 +187,21 @@ class EngineLoop:
         if not self._engine.busy or time.monotonic() - self._sent_stats > STATS_SECONDS:
             self._send_stats()
 
+    def _rehearse(self) -> None:
+        """A part, of which a request that comes meanwhile waits for the end. One that fails is the last."""
+        self._began = time.monotonic()
+        try:
+            self._rehearsal.step()
+        except QuantkitError:  # another rank has died
+            raise
+        except Exception as error:
+            self._rehearsal.stop()
+            self._recovered(error)
+            for number in list(self._engine.requests):  # the other prompts of the part
+                self._engine.abort(number)
+        self._began = None
+        self._send_stats()
+
     def _recovered(self, error: Exception) -> list[TokenOutput]:
         """A step failed: its answers end, and the others go on if the engine can prove itself. Else it ends."""
         why = f"a step of the engine failed: {_in_one_line(error)}"
@@ -234,6 +259,8 @@ class EngineLoop:
             "guessed_tokens": speculation.guessed,
             "accepted_tokens": speculation.accepted,
             "saved_seconds": speculation.saved_seconds,
+            "rehearsing": self._rehearsal.next,
+            "rehearsal_left": self._rehearsal.left,
         }
         self._outbox.put({"stats": stats})
 
@@ -277,7 +304,17 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
     }
 
 
-def main(descriptor: int, launcher: Launcher | None = None) -> None:
+def rehearsal_of(engine: Engine) -> Rehearsal:
+    """What is left to rehearse when an engine is ready."""
+    rehearses = engine.options.warm_up == "background" and engine.options.on_gpu
+    return Rehearsal(engine, all_parts(engine) if rehearses else [])
+
+
+def main(
+    descriptor: int,
+    launcher: Launcher | None = None,
+    left_to_rehearse: Callable[[Engine], Rehearsal] = rehearsal_of,
+) -> None:
     """Serves over a socket. `launcher` starts the other ranks of the engine, where not this machine does."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which may reach the whole group: the server decides when to end
         signal.signal(number, signal.SIG_IGN)
@@ -296,11 +333,13 @@ def main(descriptor: int, launcher: Launcher | None = None) -> None:
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again
         engine.when_broken(lambda: inbox.put({"broken": True}))
-        outbox.put({"ready": describe(engine, wanted["model"])})
+        rehearsal = left_to_rehearse(engine)
+        left = {"rehearsing": rehearsal.next, "rehearsal_left": rehearsal.left}
+        outbox.put({"ready": describe(engine, wanted["model"]) | left})
     except QuantkitError as error:
         outbox.put({"failed": str(error), "code": error.exit_code})
     else:
-        loop = EngineLoop(engine, wanted["model"], outbox)
+        loop = EngineLoop(engine, wanted["model"], outbox, rehearsal)
         threading.Thread(target=_give_signs_of_life, args=(loop, outbox), daemon=True).start()
         code = _serve(loop, inbox)
         engine.close()

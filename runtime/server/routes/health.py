@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 
 from quantkit.runtime.server.errors import ApiError, documented
 from quantkit.runtime.server.models.registry import registry
-from quantkit.runtime.server.schemas.responses import Health, Version
+from quantkit.runtime.server.schemas.responses import Health, Ready, Version
 from quantkit.runtime.server.version import package_version
 
 router = APIRouter()
@@ -20,8 +20,11 @@ async def health(request: Request) -> Health:
 
 
 @router.get("/ready", tags=["operation"], responses=documented(404, 503), response_model_exclude_none=True)
-async def ready(request: Request, model: str | None = None) -> Health:
+async def ready(request: Request, model: str | None = None) -> Ready:
     """Whether requests would be answered: 503 while the engine starts, and while the server drains.
+
+    While kernels and graphs are still prepared between requests (`--warm-up background`), `rehearsing` says what comes
+    next, and `left` how many parts there are: a request whose size was not rehearsed may wait for it.
 
     Of several models it is enough that one is ready; `?model=NAME` asks for that one, or for those that it stands for.
     """
@@ -30,7 +33,10 @@ async def ready(request: Request, model: str | None = None) -> Health:
     if not any(one.client.ready for one in asked):
         reason = "; ".join(f"{one.names[0]}: {one.client.why_not_ready}" for one in asked)
         raise ApiError(503, reason, code="engine_unavailable", headers={"Retry-After": "5"})
-    return Health(status="ok", models=models.states)
+    stats = [one.client.stats for one in asked if one.client.ready]
+    left = sum(one.rehearsal_left for one in stats)
+    rehearsing = next((one.rehearsing for one in stats if one.rehearsing), None)
+    return Ready(status="ready", models=models.states, rehearsing=rehearsing, left=left or None)
 
 
 @router.get("/metrics", tags=["operation"], response_class=Response, responses={

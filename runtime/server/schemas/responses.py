@@ -132,6 +132,13 @@ class Health(BaseModel):
     models: dict[str, Literal["ready", "down"]] | None = None  # only where the server has several
 
 
+class Ready(BaseModel):
+    status: Literal["ready"]
+    models: dict[str, Literal["ready", "down"]] | None = None  # only where the server has several
+    rehearsing: str | None = None  # what is prepared next between requests; not there when all is done
+    left: int | None = None  # parts of that
+
+
 class Version(BaseModel):
     version: str
 

@@ -19,15 +19,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from compile_matrix.amd import AmdCard
 from compile_matrix.in_child import in_child
-from quantkit.kernels.card import Card, pretend
+from quantkit.kernels.card import Card
+from quantkit.kernels.compiling.recording import instead_of_launches, target_of
 
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # of a grid, in each direction
 _RESOURCES = re.compile(r"Function (\S+?):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -58,25 +57,6 @@ class Launch:
                 yield f"asks for a grid of {self.grid}"
 
 
-class _PaperDriver:
-    """What Triton asks of a driver before it launches."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int | str:
-        return self._target.arch  # type: ignore[no-any-return]  # Triton keeps what it compiled for each device
-
-    def get_current_stream(self, device: int | str) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 @contextmanager
 def recording(card: Card, *, compiles: bool = True) -> Iterator[list[Launch]]:
     """Within, every launch is listed instead, and compiled first if `compiles`; one that cannot be does not raise."""
@@ -95,22 +75,14 @@ def recording(card: Card, *, compiles: bool = True) -> Iterator[list[Launch]]:
                     launch = replace(launch, error=_reason(error, said.read_text(encoding="utf-8")))
         launches.append(launch)
 
-    before = driver._active
-    driver.set_active(_PaperDriver(_target(card)))
-    JITFunction.run = record
-    try:
-        with pretend(card):
-            yield launches
-    finally:
-        JITFunction.run = run
-        driver._active = before
+    with instead_of_launches(card, record, _target(card)):
+        yield launches
 
 
 def _target(card: Card) -> GPUTarget:
     if isinstance(card, AmdCard):
         return GPUTarget("hip", card.architecture, card.warp)
-    major, minor = card.capability
-    return GPUTarget("cuda", 10 * major + minor, 32)
+    return target_of(card)
 
 
 @contextmanager
