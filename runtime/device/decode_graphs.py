@@ -64,6 +64,9 @@ class PaperGraph:
 
     replay: Callable[[], None]
 
+    def pool(self) -> None:
+        """It takes no memory."""
+
 
 def capture_graph(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph | PaperGraph:
     step()  # compiles kernels and sets libraries up, which a capture must not

@@ -147,7 +147,7 @@ class DraftLoop:
             self._guess(columns, key.guesses, settings, self._kept(key) if key.drawn else None)
 
         graph, seconds = timed_capture(step, self._pool)
-        self._pool = self._pool or (None if isinstance(graph, PaperGraph) else graph.pool())
+        self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
         if not key.drawn or (key.sequences, key.guesses) not in self.seconds:
             self.seconds[key.sequences, key.guesses] = seconds

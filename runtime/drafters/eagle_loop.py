@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.core.step_result import StepRows
-from quantkit.runtime.device.decode_graphs import graph_sizes, padded_guesses, timed_capture
+from quantkit.runtime.device.decode_graphs import PaperGraph, graph_sizes, padded_guesses, timed_capture
 from quantkit.runtime.device.device_rows import DeviceRows
 from quantkit.runtime.device.step_inputs import StepInputs
 from quantkit.runtime.drafters.draft_loop import MOST_SEQUENCES, Behind, accepted_guesses, neutral_settings
@@ -74,7 +74,7 @@ class EagleLoop:
         self._states = torch.zeros(tokens, decoder.state_width, dtype=like, device=device)
         self._settings = neutral_settings(sequences, device)
         self._logits = torch.empty(sequences * padded_guesses(most), decoder.config.vocab, dtype=like, device=device)
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph | PaperGraph] = {}
         self._pool: Any = None
         self._reading_seconds: dict[tuple[int, int], float] = {}  # of sequences, with so many guesses in front
         self.seconds: dict[tuple[int, int], float] = {}  # of sequences and guesses, with that reading

@@ -163,7 +163,7 @@ class ServerSettings(BaseModel):
         description="Speculative decoding: ngram,k=8, draft=PATH,k=4, self=RECIPE, medusa=PATH or eagle=PATH,k=4.",
     )
     warm_up: Literal["all", "background", "none"] = Field(
-        "background",
+        "all",
         description="Kernels and graphs for every load: all before the first request, in the background while requests "
         "are answered, or none before it is needed.",
     )
