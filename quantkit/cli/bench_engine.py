@@ -120,7 +120,7 @@ def batches_of(text: str) -> list[int]:
     wrong = [word for word in words if word != "fit" and not (word.isdecimal() and int(word) > 0)]
     if wrong or not words:
         raise InputError(
-            f"--batch is '{text}', but must be numbers such as 1,8,256, or fit: as many as the cache holds"
+            f"--batch is '{text}', but must be numbers of 1 or more such as 1,8,256, or fit: as many as the cache holds"
         )
     return [FIT if word == "fit" else int(word) for word in words]
 

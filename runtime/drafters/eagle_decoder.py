@@ -1,6 +1,6 @@
 """What an EAGLE head computes: from a token and the feature in front of it, the feature of that token.
 
-Of position t it reads the feature and the token at t+1, which was chosen by that feature. What it leaves is its
+Of position t it reads the feature and the token at t+1, which was chosen by that feature. What it leaves is
 the feature of t+1, from which the token at t+2 is guessed; with both it goes on.
 """
 

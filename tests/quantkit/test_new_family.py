@@ -30,6 +30,7 @@ MAY_NAME_FAMILIES = {
     "quantkit/gguf_import/rope.py",  # which of them rotate a part of each head
     *(f"quantkit/gguf_export/{name}.py" for name in ("metadata", "rope", "split_rules", "tensors", "tokenizer")),
     "quantkit/bundled/training/model.py",  # the bundled model is a Llama
+    "runtime/drafters/eagle_folder.py",  # whose layers heads have that others trained
     "eval/shapes.py",  # sizes of published models, to measure speed with
 }
 

@@ -15,7 +15,7 @@ from quantkit.formats import CtFloat8, CtInt8, Format, LlmInt8, Nf4, dialect_of
 
 IDS = torch.arange(3, 67)[None]
 STATIC = CtFloat8(strategy="tensor", activations="static")
-ROUNDING = [LlmInt8(threshold=2.0), CtInt8(), CtFloat8(), CtFloat8(strategy="block"), STATIC]
+ROUNDING = [LlmInt8(threshold=4.0), CtInt8(), CtFloat8(), CtFloat8(strategy="block"), STATIC]
 
 
 def write_quantized(source: Path, output: Path, fmt: Format) -> Path:

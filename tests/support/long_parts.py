@@ -101,6 +101,7 @@ SECONDS = {  # of one process on a small ARM server; some were taken while it wa
     "tests/runtime/server/test_several_models.py": 40,
     "tests/runtime/server/test_shadow.py": 8,
     "tests/runtime/server/test_tool_parsers.py": 15,
+    "tests/runtime/test_eagle.py": 15,
     "tests/runtime/test_engine_equality.py": 110,
     "tests/runtime/test_engine_formats.py": 35,
     "tests/runtime/test_engine_guides.py": 4,

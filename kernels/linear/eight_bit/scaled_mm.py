@@ -48,7 +48,7 @@ def matmul(x: Tensor, weight: EightBitWeight, *, bias: Tensor | None = None, out
     y = torch._scaled_mm(
         rows.codes,
         weight.values.mT,
-        scale_a=rows.scales,
+        scale_a=rows.scales if blocks else rows.scales.flatten()[:, None],  # whose strides torch checks
         scale_b=weight.scales.mT if blocks else weight.scales.view(1, -1),
         bias=None if bias is None or blocks else torch.nn.functional.pad(bias, (0, weight.rows - weight.outputs)),
         out_dtype=x.dtype,
