@@ -145,7 +145,7 @@ _LONG = (
     [
         pytest.param(one, marks=pytest.mark.long) if one.name in _LONG else one
         for one in list_recipes()
-        # tests/runtime/test_gguf_engine.py has files of every type, test_arithmetic.py weights that engines round to FP8
+        # test_gguf_engine.py has files of every type, test_arithmetic.py weights that engines round to FP8
         if not one.writes_gguf and one.name != "w4a8"
     ],
     ids=lambda recipe: recipe.name,
