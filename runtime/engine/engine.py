@@ -274,8 +274,8 @@ class Engine:
         self.speculation.end(ready, outcomes)
         finished = Status.FINISHED
         for work, tokens, path, _ in outcomes:
-            sequence = work.sequence
-            self.scheduler.settle(work, len(path), path == tuple(range(len(path))) if path else True)
+            sequence, accepted = work.sequence, len(tokens) - 1
+            self.scheduler.settle(work, accepted, accepted == 0 or path == tuple(range(accepted)))
             for sampled in tokens:
                 if sequence.status is not finished:
                     self._advance(sequence, sampled)
