@@ -3,8 +3,8 @@
 import csv
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,6 +50,7 @@ KIB_PER_TOKEN = {  # 2 x kv heads x head size x layers x 2 bytes / 1024
 }
 
 
+@cache
 def model_of(name: str) -> PlannedModel:
     return read_model(*find_config(name))
 
@@ -219,7 +220,7 @@ def test_every_measured_speed_is_below_its_ceiling() -> None:
             if row.get("speculative"):  # several tokens for one reading of the weights
                 continue
             known = recognise(row["gpu"], 1)
-            model, weights = _weights_of(row)
+            model, weights = _weights_of(row["model"].split(" (")[0], row["format"], row["kv_dtype"])
             if known is None or model is None or weights is None:
                 continue
             for bandwidth in {known.bandwidth, 4.46e12 if known.name == "h200" else known.bandwidth}:
@@ -233,16 +234,16 @@ def test_every_measured_speed_is_below_its_ceiling() -> None:
     assert checked >= 20
 
 
-def _weights_of(row: dict[str, Any]) -> tuple[PlannedModel | None, WeightPlan | None]:
-    name = row["model"].split(" (")[0]
-    if name not in SHAPES or row["kv_dtype"] != "bfloat16":
+@cache
+def _weights_of(name: str, fmt: str, kv_dtype: str) -> tuple[PlannedModel | None, WeightPlan | None]:
+    if name not in SHAPES or kv_dtype != "bfloat16":
         return None, None
     model = model_of(name)
-    if row["format"] in ("bf16", "bfloat16"):
+    if fmt in ("bf16", "bfloat16"):
         return model, unquantized(decoder_of(model))
-    if row["format"] not in FORMATS:
+    if fmt not in FORMATS:
         return None, None
-    return model, in_format(model, row["format"], FORMATS[row["format"]]("bfloat16"))
+    return model, in_format(model, fmt, FORMATS[fmt]("bfloat16"))
 
 
 def test_cost_follows_the_ceiling() -> None:
