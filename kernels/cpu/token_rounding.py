@@ -32,10 +32,6 @@ class Outliers(NamedTuple):
     threshold: float
     memory: Tensor
 
-    @property
-    def num_columns(self) -> int:
-        return int(self.memory[0])
-
 
 def find_outliers(pool: Pool, x: Tensor, threshold: float, inputs: int) -> Outliers:
     """Columns in which a size is at least the threshold, where that is not 0; x padded to so many inputs."""

@@ -5,8 +5,7 @@
     weight_format  uint8 scalar        0, the plain row layout
 
 What makes it LLM.int8 happens at run time: activation columns with a value of 6.0 or more are multiplied in 16 bit,
-the others are rounded to a signed byte per value and one scale per token. Where more columns than `most_outliers` have
-such a value, picking them costs more than it saves, and none is rounded: that is quantkit's own, and more exact.
+the others are rounded to a signed byte per value and one scale per token.
 """
 
 from __future__ import annotations
@@ -32,13 +31,6 @@ from quantkit.formats.base import (
     check_choice,
     quotient,
 )
-
-FEWEST_OUTLIERS, SHARE_OF_OUTLIERS = 64, 16  # that a bound may be; of all columns, one in so many
-
-
-def most_outliers(inputs: int) -> int:
-    """Columns with outliers, of so many in all, up to which the others are rounded."""
-    return max(FEWEST_OUTLIERS, inputs // SHARE_OF_OUTLIERS)
 
 
 @dataclass(frozen=True)
@@ -86,8 +78,7 @@ class LlmInt8(Format):
         return InputRounding("int8", outlier_threshold=self.threshold)
 
     def served_inputs(self, inputs: Tensor, quantized: QuantizedWeight | None = None) -> Tensor:
-        """In float16, as bitsandbytes: columns with an outlier in any token of the call stay, and the rest is rounded,
-        unless more than `most_outliers` stay.
+        """In float16, as bitsandbytes: columns with an outlier in any token of the call stay, the rest is rounded.
 
         A row's scale covers the columns that are rounded, as in the paper (Dettmers et al., 2022). bitsandbytes lets it
         cover small values in outlier columns as well, which costs accuracy: KL 0.0186 against 0.0167 on SmolLM2-135M.
@@ -98,8 +89,7 @@ class LlmInt8(Format):
         row_absmax = half.masked_fill(outliers, 0).abs().amax(-1, keepdim=True)  # [tokens, 1]
         codes = torch.round(half * (127.0 / row_absmax.clamp(min=1e-30)))
         rounded = (codes * quotient(row_absmax, 127)).to(inputs.dtype)
-        stays = outliers | (outliers.sum() > most_outliers(len(outliers)))
-        return torch.where(stays, tokens, rounded).view(inputs.shape)
+        return torch.where(outliers, tokens, rounded).view(inputs.shape)
 
     def check(self, shape: Shape) -> None:
         """Any shape will do."""

@@ -13,7 +13,6 @@ from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, GgufWeight, Integ
 from quantkit.formats.base import InputRounding
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
-from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.weight import padded
 
@@ -95,11 +94,6 @@ class Tiles:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def inputs(self) -> int:
-        """Padded."""
-        return self.scales.shape[1] * self.group
-
-    @property
     def every(self) -> int:
         """Groups that share an outer scale."""
         return 1 if self.outer_scales is None else self.scales.shape[1] // self.outer_scales.shape[1]
@@ -123,8 +117,9 @@ class Tiles:
         registers = _REGISTERS[this_processor().vector]
         wide = tokens >= registers.wide_from[self.meaning.bits == 8]
         together = registers.wide[digits] if wide else _together(tokens, registers.at_once[digits])
-        count, groups, inputs = len(self.codes), self.scales.shape[1], self.inputs
+        count, groups = len(self.codes), self.scales.shape[1]
         each = max(1, count // (_PIECES * threads * tokens))
+        inputs = groups * self.group
         lows = None if self.lows is None else self.lows.dtype
         kind = Kind(
             *(self.meaning, self.block, digits, together, dtype, self.scales.dtype, self.every, lows, outliers),
@@ -283,26 +278,19 @@ def _block(group: int) -> int | None:
     return next((size for size in range(_LARGEST_BLOCK, 0, -16) if group % size == 0), None)
 
 
-def exact_digits(dtype: torch.dtype) -> int:
-    """Of x: three are float32, and of 16 bits two are more than enough."""
-    return 3 if dtype == torch.float32 else 2
-
-
 def multiply(
     x: Tensor, tiles: Tiles, bias: Tensor | None, y: Tensor, *, digits: int, rounding: InputRounding | None = None
 ) -> None:
     """y [tokens, outputs] = x @ weight.T + bias, rows of y contiguous, in x's dtype, of which so many digits are used;
-    one where a format says how x is rounded, as many as are exact where it then says that nothing is."""
+    one where a format says how x is rounded."""
     from quantkit.kernels.cpu.activations import in_digits
     from quantkit.kernels.cpu.pool import shared_pool
     from quantkit.kernels.cpu.token_rounding import find_outliers, in_one_digit
 
     pool, tokens = shared_pool(), y.shape[0]
     threshold = None if rounding is None else rounding.outlier_threshold
-    outliers = None if threshold is None else find_outliers(pool, x, threshold, tiles.inputs)
-    if outliers is not None and outliers.num_columns > most_outliers(x.shape[1]):
-        outliers, rounding, digits = None, None, exact_digits(x.dtype)
-    plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads, outliers is not None)
+    plan = tiles.plan(digits, tokens, y.shape[1], y.dtype, pool.threads, threshold is not None)
+    outliers = None if threshold is None else find_outliers(pool, x, threshold, plan.inputs)
     if rounding is None:
         held = in_digits(pool, x, digits, tiles.block, plan.room, plan.inputs, tiles.every if digits == 1 else 1)
     else:

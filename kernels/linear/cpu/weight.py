@@ -170,13 +170,14 @@ def _rounded(x: Tensor, weight: CpuWeight, held: Rows) -> Tensor:
 
 
 def _digits(weight: CpuWeight, tokens: int) -> int:
-    """As many as are exact, but of 16 bits one is as fast as many tokens can be. Formats that round x mean one, and so
-    do GGUF blocks with small scales: as whole numbers these are multiplied with no more."""
+    """Three are float32; of 16 bits two are more than enough, and one is as fast as many tokens can be. Formats that
+    round x mean one, and so do GGUF blocks with small scales: as whole numbers these are multiplied with no more."""
     if weight.fmt.input_rounding:
         return 1
+    if weight.dtype == torch.float32:
+        return 3
     whole = isinstance(weight.held, Tiles) and weight.held.every > 1
-    few = tokens <= PRECISE_TOKENS and not whole
-    return tiled.exact_digits(weight.dtype) if few or weight.dtype == torch.float32 else 1
+    return 2 if tokens <= PRECISE_TOKENS and not whole else 1
 
 
 _KERNELS = by_name(Kernel("tiles", _run), Kernel("slabs", _run))

@@ -1,7 +1,7 @@
 """LLM.int8 where outliers are everywhere: all inputs are multiplied in 16 bits, so that a product has a bound.
 
-Gathered columns cost more each than columns in place, and the worst case is all of them. Where they are more than the
-format's `most_outliers`, nothing is rounded or gathered. The list of outliers, which the device has made, decides: the
+Gathered columns cost more each than columns in place, and the worst case is all of them. Where they are more than
+`most_outliers`, nothing is rounded or gathered. The list of outliers, which the device has made, decides: the
 host does not know it and launches the same kernels every time, as a CUDA graph must.
 
     up to 64 tokens    the 8-bit kernel itself multiplies once more, in 16 bits (`product_in_half`): the weight was read
@@ -10,7 +10,7 @@ host does not know it and launches the same kernels every time, as a CUDA graph 
     more than 1,024    a launch between the two decodes the weight once, into memory of its own
 
 Layout   as in `matmul.py`
-Meaning  `reference.linear.linear`, as everywhere: the format says that nothing is rounded then
+Meaning  `reference.linear.linear` of inputs that are not rounded: more exact than LLM.int8 asks for
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.card import Card, card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.cost import Product, cheapest
@@ -34,8 +33,14 @@ from quantkit.kernels.linear.weight_only.assembly import TRITON
 NAME = "16-bit matmul of bytes"
 CHANGING = ("tokens", "per_split", "splits")  # from call to call: not worth a compilation each
 DECODED_FROM = 1025  # tokens
+FEWEST_OUTLIERS, SHARE_OF_OUTLIERS = 64, 16  # that the bound may be; of all columns, one in so many
 _TOGETHER = 8  # tiles of outputs whose programs run at the same time, so that they read the same tokens
 _DECODED_ROWS, _DECODED_COLUMNS = 16, 128  # of a weight, by one program
+
+
+def most_outliers(inputs: int) -> int:
+    """Columns with outliers, of so many in all, up to which the others are rounded."""
+    return max(FEWEST_OUTLIERS, inputs // SHARE_OF_OUTLIERS)
 
 
 @dataclass(frozen=True)

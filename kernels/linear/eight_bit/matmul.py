@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
-from quantkit.kernels.linear.eight_bit.many_outliers import dot, launch_in_half, product_in_half
+from quantkit.kernels.linear.eight_bit.many_outliers import dot, launch_in_half, most_outliers, product_in_half
 from quantkit.kernels.linear.eight_bit.quantize_rows import QuantizedRows, quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile

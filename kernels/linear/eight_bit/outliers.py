@@ -8,7 +8,7 @@ Layout   x [tokens, inputs] 16 bit, rows contiguous; weights int8 [rows, columns
 Limits   at most 65,536 inputs, so that a bit for each fits the weight's tickets
 
 A tile of a product that gathers columns reads 32 bytes of weights for every byte. Copied once, the columns are one more
-step of the product; tiles gather only what does not fit, up to the format's `most_outliers`.
+step of the product; tiles gather only what does not fit, up to `most_outliers` (`many_outliers.py`).
 """
 
 from __future__ import annotations

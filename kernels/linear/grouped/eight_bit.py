@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.formats.llm_int8 import most_outliers
 from quantkit.kernels.card import NO_GPU, card_of
 from quantkit.kernels.chain import wait_for_last
-from quantkit.kernels.linear.eight_bit.many_outliers import product_in_half
+from quantkit.kernels.linear.eight_bit.many_outliers import most_outliers, product_in_half
 from quantkit.kernels.linear.eight_bit.matmul import add_gathered
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows, rounded_to_float8, to_float8
 from quantkit.kernels.linear.grouped.routes import Routes
