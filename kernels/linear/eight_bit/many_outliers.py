@@ -26,6 +26,7 @@ from quantkit.kernels.card import Card, card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.cost import Product, cheapest
 from quantkit.kernels.linear.dispatch import bucket_of
+from quantkit.kernels.linear.dot import dot
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
 from quantkit.kernels.linear.weight_only.assembly import TRITON
@@ -64,14 +65,6 @@ def tile_for(weight: EightBitWeight, tokens: int, card: Card) -> HalfTile:
     product = Product(weight.outputs, weight.columns, most, bytes_a_weight=1.0)
     chosen: HalfTile = cheapest(product, tiles, card)
     return chosen
-
-
-@triton.jit
-def dot(weight, x, INTERPRET: tl.constexpr):
-    if INTERPRET:  # where products of bfloat16 are wrong
-        return tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(weight, x)
 
 
 @triton.jit

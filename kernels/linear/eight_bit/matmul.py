@@ -21,7 +21,8 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
-from quantkit.kernels.linear.eight_bit.many_outliers import dot, launch_in_half, most_outliers, product_in_half
+from quantkit.kernels.linear.dot import dot
+from quantkit.kernels.linear.eight_bit.many_outliers import launch_in_half, most_outliers, product_in_half
 from quantkit.kernels.linear.eight_bit.quantize_rows import QuantizedRows, quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile

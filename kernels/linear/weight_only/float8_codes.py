@@ -24,6 +24,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
+from quantkit.kernels.linear.dot import dot
 from quantkit.kernels.linear.eight_bit.quantize_rows import quantize_rows
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
@@ -55,14 +56,6 @@ TRIED = (CodesConfig(128, 128, 8, 3), CodesConfig(64, 128, 4, 4), CodesConfig(12
 
 def supports(weight: PackedWeight) -> bool:
     return weight.code_type in EXACT and weight.group >= _LEAST_GROUP
-
-
-@triton.jit
-def _dot(weight, x, INTERPRET: tl.constexpr):
-    if INTERPRET:
-        return tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(weight, x)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -133,7 +126,7 @@ def _float8_codes(
             at = chunk * 128 + part * WIDTH + column
             value = tl.load(tile + at[:, None], mask=here[None, :], other=0.0)  # [WIDTH, TOKENS]
             weight = operand(slabs, part, WIDTH, OUTPUTS).to(tl.float8e4nv)
-            acc += _dot(weight, value, INTERPRET) * factors[part][:, None]
+            acc += dot(weight, value, INTERPRET) * factors[part][:, None]
     acc *= tl.load(code_scales + token, mask=here, other=0.0)[None, :]
     acc, last = add_in_order(acc, partial, tickets, split, splits, OUTPUTS, TOKENS)
     if last:
