@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,6 +48,8 @@ def command(
         raise InputError("which model? Give a folder, a hub name or 'demo', or a file with --from")
     if model is None and archive is not None:
         raise InputError("--to writes the kernels of a model; name it")
+    if find_spec("triton") is None:
+        raise InputError("kernels are compiled by Triton, which is not installed; pip install triton")
     began = time.perf_counter()
     found: dict[str, Any] = {}
     card, available = _card(gpu, float(options["memory_share"]), needed=model is not None)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.cli import warm_up
+
 ROOT = Path(__file__).parents[2]
 RunCli = Callable[..., tuple[int, str, str]]
 OPTIONS = ("--gpu", "l4", "--max-sequences", "1", "--max-context", "64", "--step-tokens", "16", "--json")
@@ -40,6 +42,15 @@ def test_what_it_refuses(arguments: tuple[str, ...], words: str, run_cli: RunCli
     assert code == 2
     assert words in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("--from", "some.kernels"), ("demo-draft", "--gpu", "l4")])
+def test_without_triton_it_says_so(
+    arguments: tuple[str, ...], run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "find_spec", lambda name: None)
+    code, _, said = run_cli("warm-up", *arguments)
+    assert (code, "pip install triton" in said, said.count("\n")) == (2, True, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
