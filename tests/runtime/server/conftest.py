@@ -103,6 +103,11 @@ class LiveServer:
             assert time.monotonic() < end, self.stats
             time.sleep(0.01)
 
+    def wait_until_idle(self) -> None:
+        """Every place in the queue given back, too: the engine's numbers may be older than the last request."""
+        queues = [model.queue for model in self.app.state.models.each]
+        self.wait_until(lambda stats: stats.running == stats.waiting == sum(queue.taken for queue in queues) == 0)
+
 
 class _Thread:
     """An event loop with engines and servers in it."""

@@ -173,7 +173,7 @@ def test_a_model_whose_queue_is_full_is_passed_over(
     next(iter(held))
     assert complete(client, "auto").model == "large"
     held.close()
-    server.wait_until(lambda stats: stats.running == stats.waiting == 0)
+    server.wait_until_idle()
     assert newly_routed() == {("auto", "large", "busy"): 1}
 
 
