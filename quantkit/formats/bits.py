@@ -63,6 +63,7 @@ def _pack_bytes(values: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
-    packed = words.contiguous().view(torch.uint8)
+    # `contiguous` would leave a single column as it is, whatever lies between its words.
+    packed = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     mask = (1 << bits) - 1
     return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], -1).flatten(-2)

@@ -34,6 +34,8 @@ def test_round_trip(bits: int, rows: int, count: int, seed: int) -> None:
     packed = pack(values, bits)
     assert packed.shape == (rows, packed_width(count, bits))
     assert torch.equal(unpack(packed, bits, count), values)
+    columns = packed.mT.clone(memory_format=torch.contiguous_format).mT
+    assert torch.equal(unpack(columns, bits, count), values), "stored the other way round"
 
 
 @given(bits=st.integers(1, 8), count=st.integers(1, 80), seed=st.integers(0, 2**16))
