@@ -10,7 +10,7 @@ to the side of the heavier tail. With few bits both sides are tried.
 
 from __future__ import annotations
 
-from itertools import islice, product
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from quantkit.formats.integer import nearest, ranges, round_to_grid
 SHRINK = tuple(1.0 - 0.025 * step for step in range(21))  # of the full range: 1.0 down to 0.5
 BOTH_SIGNS = 3  # bits up to which either sign of a scale is tried
 SIGNED = 7  # bits up to which a scale has a sign; one code of 256 would gain nothing
+FITTED = 1 << 20  # grids that are computed together: small layers would spend their time on starting operations
 
 
 def search_grid(
@@ -35,18 +36,27 @@ def search_grid(
     layers = hessian.shape[0] if hessian.ndim == 3 else 1
     count = weight.shape[1] // width
     groups = weight.float().view(layers, -1, count, width).transpose(1, 2).flatten(0, 1).contiguous()
-    low, high = ranges(groups)
-    scales, zeros = fmt.fit(low, high)
+    tried = _grids(*ranges(groups), fmt, shrink)
+    scales, zeros = next(tried)
     least = _loss(groups, scales, zeros, fmt.bits, blocks)
-    for ratio, sign in islice(product(shrink, _signs(low, high, fmt)), 1, None):
-        steps, origins = fmt.fit(low * ratio, high * ratio)
-        tried = steps * sign.to(steps)
-        loss = _loss(groups, tried, origins, fmt.bits, blocks)
+    for steps, origins in tried:
+        loss = _loss(groups, steps, origins, fmt.bits, blocks)
         better = loss < least
         least = torch.where(better, loss, least)
-        scales, zeros = torch.where(better, tried, scales), torch.where(better, origins, zeros)
+        scales, zeros = torch.where(better, steps, scales), torch.where(better, origins, zeros)
     scales, zeros = (each.unflatten(0, (layers, count)).transpose(1, 2).reshape(-1, count) for each in (scales, zeros))
     return round_to_grid(weight, scales, zeros, fmt.bits, width)
+
+
+def _grids(low: Tensor, high: Tensor, fmt: IntegerFormat, shrink: tuple[float, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales and zero points of all ranges and signs, the whole range with positive scales first."""
+    signs = _signs(low, high, fmt)
+    together = max(1, FITTED // max(1, low.numel()))
+    for start in range(0, len(shrink), together):
+        ratios = low.new_tensor(shrink[start : start + together]).view(-1, 1, 1)
+        for place, (steps, zeros) in enumerate(zip(*fmt.fit(low * ratios, high * ratios), strict=True), start):
+            for turn, sign in enumerate(signs):
+                yield steps if place == turn == 0 else steps * sign.to(steps), zeros
 
 
 def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor]:
