@@ -56,15 +56,16 @@ def _grids(low: Tensor, high: Tensor, fmt: IntegerFormat, shrink: tuple[float, .
         ratios = low.new_tensor(shrink[start : start + together]).view(-1, 1, 1)
         for place, (steps, zeros) in enumerate(zip(*fmt.fit(low * ratios, high * ratios), strict=True), start):
             for turn, sign in enumerate(signs):
-                yield steps if place == turn == 0 else steps * sign.to(steps), zeros
+                whole = place == turn == 0
+                yield steps if whole or sign is None else steps * sign.to(steps), zeros
 
 
-def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor]:
-    """Those of a group's scale that are tried, for groups with these ends."""
-    plus = torch.ones_like(low)
+def _signs(low: Tensor, high: Tensor, fmt: IntegerFormat) -> list[Tensor | None]:
+    """Those of a group's scale that are tried, for groups with these ends; None: all positive."""
     if not fmt.sym or fmt.bits > SIGNED:
-        return [plus]
-    return [plus, -plus] if fmt.bits <= BOTH_SIGNS else [torch.where(high > -low, -plus, plus)]
+        return [None]
+    plus = torch.ones_like(low)
+    return [None, -plus] if fmt.bits <= BOTH_SIGNS else [torch.where(high > -low, -plus, plus)]
 
 
 def diagonal_blocks(hessian: Tensor, width: int) -> Tensor:
