@@ -24,26 +24,34 @@ BOTH = "awq+gptq"
 CANDIDATES = (BOTH, "awq", "gptq")  # of equal ones the first is taken
 
 
-def candidate(name: str, damping: float = GptqMethod.damping) -> Method:
+def candidate(name: str, damping: float = GptqMethod.damping, target: str = GptqMethod.target) -> Method:
     """One of `CANDIDATES`."""
     if name == "awq":
         return AwqMethod()
-    return GptqMethod(damping=damping, scaling="awq" if name == BOTH else "none")
+    return GptqMethod(damping=damping, scaling="awq" if name == BOTH else "none", target=target)
 
 
 @dataclass(frozen=True)
 class BestMethod(Method):
-    """`damping` is GPTQ's."""
+    """`damping` and `target` are GPTQ's."""
 
     name: ClassVar[str] = "best"
     damping: float = GptqMethod.damping
+    target: str = GptqMethod.target
 
     def __post_init__(self) -> None:
-        candidate(BOTH, self.damping)  # checks it
+        self._candidate(BOTH)  # checks them
+
+    def _candidate(self, name: str) -> Method:
+        return candidate(name, self.damping, self.target)
 
     @property
     def candidates(self) -> Mapping[str, Method]:
-        return {name: candidate(name, self.damping) for name in CANDIDATES}
+        return {name: self._candidate(name) for name in CANDIDATES}
+
+    @property
+    def wants_drift(self) -> bool:
+        return any(each.wants_drift for each in self.candidates.values())
 
     @property
     def wants_hessian(self) -> bool:
@@ -61,11 +69,11 @@ class BestMethod(Method):
         require_integer(self.name, fmt)
 
     def choose_scales(self, weight: Tensor, fmt: Format, inputs: InputStatistics, tie: Tie) -> ScaleChoice:
-        return candidate(BOTH, self.damping).choose_scales(weight, fmt, inputs, tie)
+        return self._candidate(BOTH).choose_scales(weight, fmt, inputs, tie)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         """By both: where a single group of layers is looked at, and no block is there to judge by."""
-        return candidate(BOTH, self.damping).round(weight, fmt, inputs)
+        return self._candidate(BOTH).round(weight, fmt, inputs)
 
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         """Of all candidates, and once more of the slowest: the chosen one is fitted again."""
@@ -73,4 +81,4 @@ class BestMethod(Method):
         return sum(seconds) + max(seconds)
 
     def warnings(self, formats: Collection[Format], widest: int, samples: int, seq_len: int) -> Iterator[str]:
-        return candidate(BOTH).warnings(formats, widest, samples, seq_len)
+        return self._candidate(BOTH).warnings(formats, widest, samples, seq_len)

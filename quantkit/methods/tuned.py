@@ -19,6 +19,7 @@ from quantkit.formats import Format, IntegerFormat, IntegerWeight
 from quantkit.methods.best import CANDIDATES, BestMethod, candidate
 from quantkit.methods.block_tuning import JUDGEMENTS, BlockTuner, Schedule
 from quantkit.methods.costing import GroupWork, Speed
+from quantkit.methods.gptq import GptqMethod
 from quantkit.methods.grid import search_grid
 from quantkit.methods.held_back import JUDGED
 from quantkit.methods.learned_grid import LearnedGrid
@@ -44,7 +45,7 @@ class TunedMethod(Method):
     """`steps` for each block, each on `batch` sequences; `lr` of the first step, by default 1 / steps, at most 0.02.
 
     `optimizer`: steps of one size (`sign`), or `adam`. `seed` orders the sequences. `start`: what the block is before
-    the first step, made by `awq+gptq`, `awq` or `gptq`, or by the `best` of these.
+    the first step, made by `awq+gptq`, `awq` or `gptq`, or by the `best` of these; `target` is GPTQ's.
     """
 
     name: ClassVar[str] = "tuned"
@@ -53,6 +54,7 @@ class TunedMethod(Method):
     lr: float | None = None
     optimizer: str = "sign"
     start: str = "best"
+    target: str = GptqMethod.target
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,14 +65,19 @@ class TunedMethod(Method):
             raise InputError(f"lr is {self.lr}, but must be above 0 and at most 1")
         require_one_of("optimizer", self.optimizer, ("sign", "adam"))
         require_one_of("start", self.start, ("best", *CANDIDATES))
+        _ = self._start  # checks the target
 
     @property
     def _start(self) -> Method:
-        return BestMethod() if self.start == "best" else candidate(self.start)
+        return BestMethod(target=self.target) if self.start == "best" else candidate(self.start, target=self.target)
 
     @property
     def wants_hessian(self) -> bool:
         return True
+
+    @property
+    def wants_drift(self) -> bool:
+        return self._start.wants_drift
 
     @property
     def scales_inputs(self) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,6 +29,7 @@ from quantkit.passes.experts import ExpertRounding
 from quantkit.passes.group import BlockQuantizer
 from quantkit.passes.result import QuantizedBlock, QuantizedLayer
 from quantkit.passes.stage_inputs import stage_statistics
+from quantkit.passes.twin import Twin, TwinPart
 from quantkit.served import reads_as_served, rounds_tokens
 from quantkit.stages import Stage
 
@@ -65,8 +64,6 @@ class CalibratedPass:
         scratch: Path,
     ) -> None:
         check_folds(method, family, source.config)
-        if method.candidates and method.wants_drift:
-            raise InputError(f"method '{method.name}' has candidates and wants a drift; it can do one of the two")
         self.source, self.family, self.chosen, self.method = source, family, chosen, method
         self.runner = BlockRunner(source, family, device)
         self._scratch = scratch  # for activations that do not fit into memory
@@ -101,14 +98,14 @@ class CalibratedPass:
         """Quantizes block after block from `first` on."""
         for layer in range(first, len(self.runner)):
             parts = self.runner.load(layer, self._arguments[layer])
-            inputs = self._kept_inputs() if self._compares else None
-            twins: Twins = _copied(parts) if self.method.wants_drift else [None] * len(parts)
-            if inputs is not None and not self.method.wants_drift:
+            inputs = self._kept("inputs", self.hidden) if self._compares else None
+            twin = self._twin(parts) if self.method.wants_drift else None
+            if inputs is not None:
                 self._follow_original(parts)
             method, notes = self.method, dict[str, Any]()
             if inputs is not None and method.candidates:
-                method, notes = self._choose(parts, layer, inputs)
-            work = self._quantize(parts, method, layer, on_layer, twins)
+                method, notes = self._choose(parts, layer, inputs, twin)
+            work = self._quantize(parts, method, layer, on_layer, twin)
             work.note(notes)
             if inputs is not None and method.tunes_blocks:
                 self._tune(parts, work, inputs)
@@ -132,19 +129,25 @@ class CalibratedPass:
         method: Method,
         layer: int,
         on_layer: Callable[[QuantizedLayer], None],
-        twins: Twins,
+        twin: Twin | None,
     ) -> BlockQuantizer:
         """Quantizes a block in place; the hidden states before it become those after it."""
         work = BlockQuantizer(self.source, self.family, self.chosen, method, layer, on_layer)
-        for part, twin in zip(parts, twins, strict=True):
-            self._run_part(part, work, twin)
+        exact = twin.begin() if twin is not None and method.wants_drift else [None] * len(parts)
+        for part, each in zip(parts, exact, strict=True):
+            self._run_part(part, work, each)
         return work
 
-    def _kept_inputs(self) -> Activations:
+    def _kept(self, name: str, hidden: Activations) -> Activations:
         """What a block reads, where the hidden states will be those after it."""
-        inputs = self._activations("inputs")
-        inputs.extend(self.hidden)
+        inputs = self._activations(name)
+        inputs.extend(hidden)
         return inputs
+
+    def _twin(self, parts: tuple[BlockPart, ...]) -> Twin:
+        if not self._compares:
+            return Twin(parts, self._original)
+        return Twin(parts, self._kept("exact", self._original), self._kept("exact-inputs", self._original))
 
     @torch.no_grad()
     def _follow_original(self, parts: tuple[BlockPart, ...]) -> None:
@@ -153,7 +156,9 @@ class CalibratedPass:
             for index, batch in enumerate(self._original):
                 self._original[index] = run_block(parts, batch)
 
-    def _choose(self, parts: tuple[BlockPart, ...], layer: int, inputs: Activations) -> tuple[Method, dict[str, Any]]:
+    def _choose(
+        self, parts: tuple[BlockPart, ...], layer: int, inputs: Activations, twin: Twin | None
+    ) -> tuple[Method, dict[str, Any]]:
         """The candidate whose block errs least on the sequences held back, and what the log should say.
 
         Each is tried on the others alone, and on the block as its files have it, with norms and all, which is how the
@@ -162,7 +167,7 @@ class CalibratedPass:
         errors = {}
         self._num_fitted = self._num_learned
         for name, method in self.method.candidates.items():
-            self._quantize(parts, method, layer, _unheard, [None] * len(parts))
+            self._quantize(parts, method, layer, _unheard, twin)
             errors[name] = self._error()
             self.runner.free(layer)
             self.runner.load(layer, self._arguments[layer])
@@ -197,7 +202,7 @@ class CalibratedPass:
                     self.hidden[index] = forward(batch)
 
     @torch.no_grad()
-    def _run_part(self, part: BlockPart, work: BlockQuantizer, twin: BlockPart | None) -> None:
+    def _run_part(self, part: BlockPart, work: BlockQuantizer, twin: TwinPart | None) -> None:
         """One stage after the other, then the hidden states after the part, and those of its twin that stays exact."""
         if any(work.wants(stage) for stage in part.routed_stages):
             self._experts(part, work.method).run(work)
@@ -216,10 +221,9 @@ class CalibratedPass:
             with fast_products(self.runner.device):
                 for index, batch in enumerate(self.hidden):
                     self.hidden[index] = part.run(batch) if inner is None else part.close(batch, inner[index])
-        with fast_products(self.runner.device):
-            for index, batch in enumerate(self._original if twin is not None else ()):
-                assert twin is not None
-                self._original[index] = twin.run(batch)
+        if twin is not None:
+            with fast_products(self.runner.device):
+                twin.run()
 
     def _experts(self, part: BlockPart, method: Method) -> ExpertRounding:
         with fast_products(self.runner.device):
@@ -238,15 +242,13 @@ class CalibratedPass:
         return inner
 
     def _statistics(
-        self, part: BlockPart, stage: Stage, inner: Activations | None, twin: BlockPart | None, work: BlockQuantizer
+        self, part: BlockPart, stage: Stage, inner: Activations | None, twin: TwinPart | None, work: BlockQuantizer
     ) -> InputStatistics:
         """Of what the stage reads, rounded where its format rounds each token to float8."""
         batches: Iterable[list[Tensor | None]] = (part.inputs(stage, batch) for batch in self.hidden)
         if inner is not None:
             batches = ([batch] for batch in inner)
-        exact = None
-        if twin is not None:
-            exact = (_read(twin, stage, batch) for batch in self._original)
+        exact = None if twin is None else twin.inputs(stage)
         fmt = work.formats[stage.names[0]]
         if rounds_tokens(fmt):
             batches = ([fmt.served_inputs(inputs) for inputs in batch if inputs is not None] for batch in batches)
@@ -271,18 +273,3 @@ class CalibratedPass:
 
     def _activations(self, name: str) -> Activations:
         return Activations(self.runner.device, self._place, self._scratch, name)
-
-
-Twins = list[BlockPart] | list[None]  # of a block that keeps its weights while those of the first are rounded
-
-
-def _copied(parts: tuple[BlockPart, ...]) -> list[BlockPart]:
-    block = deepcopy(parts[0].block)
-    return [replace(part, block=block) for part in parts]
-
-
-def _read(part: BlockPart, stage: Stage, hidden: Tensor) -> Tensor:
-    """What the linears of a stage without experts read."""
-    (inputs,) = part.inputs(stage, hidden)
-    assert inputs is not None
-    return inputs

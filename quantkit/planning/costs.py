@@ -111,8 +111,10 @@ class Memory:
 def peak_memory(work: Work) -> Memory:
     """What a run holds at once."""
     place = choose_place(work.hidden_bytes, torch.device(work.device))
-    # Of the original model beside the quantized one; what a compared block reads; what experts read.
+    # Of the original model beside the quantized one; what a compared block reads; what its twin reads, before and in
+    # it; what experts read.
     kept = work.follows_original + work.compares + any(group.experts > 1 for group in work.quantized)
+    kept += 2 * (work.compares and work.method.wants_drift)
     states = work.hidden_bytes * (1 + kept)
     beside = states if place == "host" else 0
     working = _calibrated_bytes(work) if work.samples else _rounding_bytes(work)
@@ -198,7 +200,7 @@ def estimated_seconds(work: Work) -> float:
     total = work.source_bytes / DISK_RATE + 3 * work.output_bytes / DISK_RATE  # kept, written, verified
     total += sum(group.experts * group.weights for group in work.quantized) * storing_seconds
     if work.samples:
-        runs = work.tries + work.follows_original + work.scales_cache
+        runs = work.tries * (1 + work.method.wants_drift) + work.follows_original + work.scales_cache
         tokens = work.tokens * runs + work.seq_len * work.method.tuned_sequences(work.samples)
         tokens += work.seq_len * work.touch_up * min(BATCH, work.samples) * PASSES
         forward = sum(2 * tokens * group.forward_weights for group in work.groups)

@@ -22,7 +22,7 @@ CHATS = [{"messages": [{"role": "user", "content": f"What is {number} and one?"}
 QUICK = {  # they search less
     "awq+gptq": GptqMethod(scaling="awq", grid="minmax"),
     "awq": AwqMethod(points=3, clip=False),
-    "gptq": GptqMethod(grid="minmax"),
+    "gptq": GptqMethod(grid="minmax", target="model"),
 }
 
 
@@ -32,7 +32,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 ) -> None:
     """From a mix of sources: what judged the candidates before the kill judges them after it."""
     for module in (best, tuned):
-        monkeypatch.setattr(module, "candidate", lambda name, damping=0.01: QUICK[name])
+        monkeypatch.setattr(module, "candidate", lambda name, *_, **__: QUICK[name])
     model, chats, text = tmp_path / "model", tmp_path / "chats.jsonl", tmp_path / "text.txt"
     save_model("llama", model, vocab_size=VOCAB_SIZE)
     save_byte_level(model)

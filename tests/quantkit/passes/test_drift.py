@@ -1,7 +1,8 @@
 """What a method is told of how far inputs are from those of the model that is not quantized."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit import working_memory
 from quantkit.arch import LLAMA, MIXTRAL, Family
 from quantkit.checkpoint import Checkpoint
 from quantkit.formats import CtPacked, Format
 from quantkit.methods.gptq import GptqMethod
-from quantkit.methods.method import Rounded
+from quantkit.methods.method import Method, Rounded
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes import CalibratedPass
 
@@ -29,6 +31,16 @@ class Watching(GptqMethod):
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
         seen.append(None if inputs.drift is None else inputs.drift.clone())
         return super().round(weight, fmt, inputs)
+
+
+@dataclass(frozen=True)
+class Chosen(GptqMethod):
+    """Two candidates that are alike."""
+
+    @property
+    def candidates(self) -> Mapping[str, Method]:
+        alone = Watching(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return {"first": alone, "second": alone}
 
 
 def begin(family: Family, folder: Path, tokens: Tensor, method: GptqMethod) -> CalibratedPass:
@@ -90,3 +102,24 @@ def test_experts_have_none_and_are_rounded_as_before(
     (plain,) = begin(MIXTRAL, tmp_path / "model", tokens, replace(method, target="layer")).blocks(lambda _: None)
     for one, other in zip(found.layers[:3], plain.layers[:3], strict=True):  # nothing was quantized before them
         assert torch.equal(one.quantized.dequantize(), other.quantized.dequantize())
+
+
+@pytest.mark.parametrize("scaling", ["none", "awq"])
+def test_a_candidate_is_told_what_it_would_be_told_alone(
+    save_model: Callable[..., Any], tmp_path: Path, tokens: Tensor, scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever candidates before it made of the block; in the last block, which has blocks before it."""
+    monkeypatch.setattr(working_memory, "BATCH_TOKENS", LENGTH)  # H is summed in the same order with some held back
+    save_model(LLAMA, tmp_path / "model", num_hidden_layers=LAYERS)
+    options: dict[str, Any] = {"target": "model", "scaling": scaling, "grid": "minmax"}
+    alone = list(begin(LLAMA, tmp_path / "model", tokens, Watching(**options)).blocks(lambda _: None))
+    work = begin(LLAMA, tmp_path / "model", tokens, Chosen(**options))
+    chosen = list(work.blocks(lambda _: None))
+    for one, other in zip(alone, chosen, strict=True):
+        (errors,) = {str(layer.log["block_errors"]) for layer in other.layers}
+        first, second = json.loads(errors.replace("'", '"')).values()
+        assert first == second
+        for layer, same in zip(one.layers, other.layers, strict=True):
+            assert torch.equal(layer.quantized.dequantize(), same.quantized.dequantize())
+    assert seen[-1] is not None
+    assert seen[-1].any()
