@@ -96,6 +96,14 @@ def test_scales_before_the_product(name: str, device: str) -> None:
     assert_right(y, x, fmt, quantized, None)
 
 
+@pytest.mark.parametrize("name", ["gptq-w4g128-asym", "awq-w4g64", "w4g32", "gptq-w4-row"])
+def test_several_sums(name: str, device: str) -> None:
+    fmt = FORMATS[name]
+    quantized, weight = make(fmt, 40, inputs_of(fmt), device)
+    x = torch.randn(2, quantized.shape[1], device=device, dtype=torch.float16)
+    assert_right(matmul(x, weight, SkinnyConfig(32, 8, 2, 3, splits=2, sums=2)), x, fmt, quantized, None)
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 9, 17, 40])
 def test_any_number_of_tokens_and_outputs(tokens: int, device: str) -> None:
     fmt = FORMATS["gptq-w4g128"]

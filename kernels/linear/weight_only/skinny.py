@@ -55,6 +55,7 @@ class SkinnyConfig:
     splits: int = 1
     scale_first: bool = False  # scale the operands (16 bit) instead of the products (float32)
     copies: int = 0  # of the table of pairs in shared memory (nf4, fp4): 4, 8, 16, 32; 0: values by byte permutes
+    sums: int = 1  # of the inputs of a chunk that share a scale: a product waits for those of its own sum only
 
     @property
     def depth(self) -> int:
@@ -112,6 +113,7 @@ def _skinny(
     CHAINED: tl.constexpr,
     PAIRS: tl.constexpr,
     EARLY: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -119,7 +121,7 @@ def _skinny(
     here = token < tokens
     lane = tl.arange(0, 16)
     WIDTH: tl.constexpr = GROUP if GROUP < 128 else 128  # inputs of one chunk that share a scale
-    DEPTH: tl.constexpr = 128 if SCALE_FIRST else WIDTH
+    DEPTH: tl.constexpr = 128 if SCALE_FIRST else WIDTH // SUMS
     column = tl.arange(0, DEPTH)
     groups = 1 if ONE_GROUP else (inputs + GROUP - 1) // GROUP
     acc = tl.zeros((OUTPUTS, TOKENS), tl.float32)
@@ -158,7 +160,7 @@ def _skinny(
             if SCALE_FIRST or ONE_GROUP:
                 acc = _dot(weight, values, acc, INTERPRET)
             else:
-                acc += _dot(weight, values, None, INTERPRET) * factors[part][:, None]
+                acc += _dot(weight, values, None, INTERPRET) * factors[part // SUMS][:, None]
     if ONE_GROUP and not SCALE_FIRST:
         factors = load_scales(stored, nested_table, nested_scales, nested_offset, 0, row, rows, 1, GROUP, True,
                               NESTED_EVERY)  # fmt: skip
@@ -232,6 +234,7 @@ def matmul(
         **chained(x.device),
         PAIRS=pairs,
         EARLY=_scales_early(weight),
+        SUMS=config.sums,
         num_warps=config.warps,
         num_stages=config.stages,
         **_registers(config),
