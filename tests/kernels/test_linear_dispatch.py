@@ -227,7 +227,9 @@ def test_candidates_fit_the_weight() -> None:
     for most in dispatch.BUCKETS:
         found = list(weight.candidates(most))
         assert found
-        assert all(isinstance(choice.config, SkinnyConfig) or choice.kernel == "dequantize" for choice in found)
+        few, many = {"fixed-point"} if most <= 8 else set(), {"dequantize"} if most >= 128 else set()
+        assert {choice.kernel for choice in found} == {"skinny"} | few | many
+        assert all(weight.rows % choice.config.outputs == 0 for choice in found if choice.config is not None)
 
 
 @dataclass(frozen=True)
