@@ -92,7 +92,7 @@ def test_inputs_that_were_always_0_keep_their_nearest_code(layer: Layers) -> Non
 
 def test_only_this_target_wants_to_know_the_drift() -> None:
     assert TO_MODEL.wants_drift
-    assert not GptqMethod().wants_drift
+    assert not GptqMethod(target="layer").wants_drift
     with pytest.raises(InputError, match="target is 'original', but must be one of layer, model"):
         GptqMethod(target="original")
 

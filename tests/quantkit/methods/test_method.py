@@ -121,25 +121,25 @@ BY_HESSIAN = 2 * 48 * 64**2 / 1e6
         (AwqMethod(points=5, clip=False), ROUNDING + 2 * BY_HESSIAN + 10 * (ROUNDING + BY_HESSIAN)),
         (AwqMethod(points=5), ROUNDING + 2 * BY_HESSIAN + 10 * (6 * ROUNDING + BY_HESSIAN) + 42 * ROUNDING),
         (SmoothQuantMethod(points=4), ROUNDING + 5 * (ROUNDING + 2 * SAMPLE * 3072 / 1e6)),
-        (GptqMethod(grid="minmax"), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0),
+        (GptqMethod(grid="minmax", target="layer"), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0),
         (BlockSearchMethod(rounding="nearest"), ROUNDING + BY_HESSIAN),
         (BlockSearchMethod(), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0),
-        (GptqMethod(), ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING),
+        (GptqMethod(), ROUNDING + 5 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING),
         (
-            GptqMethod(grid="minmax", scaling="awq"),
+            GptqMethod(grid="minmax", scaling="awq", target="layer"),
             ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 40 * (ROUNDING + BY_HESSIAN),
         ),
         (
             BestMethod(),  # awq+gptq twice, awq and gptq once: searches of scales cost most
             4 * ROUNDING
-            + 3 * (3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0)
+            + 3 * (5 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0)
             + 2 * BY_HESSIAN
             + 3 * 40 * (6 * ROUNDING + BY_HESSIAN)
             + 4 * 42 * ROUNDING,
         ),
         (
             TunedMethod(steps=5, start="gptq"),
-            ROUNDING + 3 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING + 15 * ROUNDING,
+            ROUNDING + 5 * BY_HESSIAN + 4 * 64**3 / 1e6 + 64 * 2.0 + 42 * ROUNDING + 15 * ROUNDING,
         ),
     ],
 )

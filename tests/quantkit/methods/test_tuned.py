@@ -75,7 +75,7 @@ def block_error(block: QuantizedBlock) -> float:
 
 @pytest.mark.parametrize("kind", [pytest.param("sym", marks=pytest.mark.long), "asym"])
 def test_blocks_lose_less_than_gptq_leaves_them(tune: Tune, kind: str) -> None:
-    blocks = tune(FORMATS[kind], count=2, steps=6, start="awq+gptq" if kind == "asym" else "gptq")
+    blocks = tune(FORMATS[kind], count=2, steps=6, start="awq+gptq" if kind == "asym" else "gptq", target="layer")
     assert len(blocks) == 2
     for block in blocks:
         for layer in block.layers:
@@ -110,7 +110,7 @@ def test_a_rate_that_ruins_the_block_leaves_the_start(tune: Tune) -> None:
 
 def test_the_same_seed_gives_the_same_codes(tune: Tune) -> None:
     def weights(**options: Any) -> Tensor:
-        (block,) = tune(FORMATS["sym"], steps=2, start="gptq", **options)
+        (block,) = tune(FORMATS["sym"], steps=2, start="gptq", target="layer", **options)
         assert block.layers[0].log["step"] > 0
         return torch.cat([layer.quantized.dequantize().flatten() for layer in block.layers])
 

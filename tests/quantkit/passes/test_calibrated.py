@@ -33,10 +33,10 @@ LENGTH = 48  # tokens of a calibration sequence
 FOUR_BITS = CtPacked(group_size=32, sym=False, dtype="float32")
 EIGHT_BITS = CtPacked(bits=8, group_size=32, sym=False, dtype="float32")
 METHODS: dict[str, tuple[Method, Format]] = {
-    "gptq": (GptqMethod(), FOUR_BITS),
-    "gptq desc_act": (GptqMethod(order="desc_act"), Gptq(group_size=32, act_order=True)),
-    "gptq with scales": (GptqMethod(scaling="awq"), FOUR_BITS),
-    "gptq to the model": (GptqMethod(scaling="awq", target="model"), FOUR_BITS),
+    "gptq": (GptqMethod(target="layer"), FOUR_BITS),
+    "gptq desc_act": (GptqMethod(order="desc_act", target="layer"), Gptq(group_size=32, act_order=True)),
+    "gptq with scales": (GptqMethod(scaling="awq", target="layer"), FOUR_BITS),
+    "gptq to the model": (GptqMethod(scaling="awq"), FOUR_BITS),
     "awq": (AwqMethod(points=3), FOUR_BITS),
     "awq without clip": (AwqMethod(points=3, clip=False), FOUR_BITS),
     "smoothquant": (SmoothQuantMethod(points=3), CtInt8()),
@@ -169,7 +169,7 @@ def test_inputs_in_float8_are_seen_so_and_passed_on_so(case: Case, monkeypatch: 
     """Statistics are of rounded inputs, and blocks behind read what rounded inputs leave; nothing stays hooked."""
     fmt = replace(FOUR_BITS, activations="fp8")
     monkeypatch.setattr(_Seen, "samples", [])
-    work = case.begin(_Seen(), fmt)
+    work = case.begin(_Seen(target="layer"), fmt)
     for index, block in enumerate(work.blocks(ignore)):
         put_into(case.model, block)
         for layer in block.layers:
