@@ -82,7 +82,8 @@ class BlockSearchMethod(Method):
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
         if self.rounding == "nearest":
             return group.weights * speed.rounding_seconds + group.hessian_flops / speed.float32_flops
-        return GptqMethod(grid="minmax").cost_seconds(group, tokens, speed)  # the search is the format's own rounding
+        searched = GptqMethod(grid="minmax", target="layer")  # the search is the format's own rounding
+        return searched.cost_seconds(group, tokens, speed)
 
 
 def _integers_like(fmt: Gguf) -> IntegerFormat:

@@ -41,7 +41,7 @@ from quantkit.methods.statistics import InputStatistics
 
 MOST_SWEEPS = 100
 # Of what a weight would need to make up for drift; all of it follows the calibration text too closely
-# (docs/explanations/quantization.md, "Few bits"). KL of SmolLM2-135M at 4 bits with 0, 0.5 and 1: 0.091, 0.056 and 0.064.
+# (docs/explanations/quantization.md, "Few bits"). KL of SmolLM2-135M at 4 bits with 0, 0.5 and 1: 0.091, 0.056, 0.064.
 SHARE = 0.5
 
 

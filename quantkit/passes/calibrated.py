@@ -211,7 +211,9 @@ class CalibratedPass:
             for stage in part.stages:
                 if stage == part.closing:
                     with fast_products(self.runner.device):
-                        inner = self._keep_inner(part, stage)
+                        inner = self._keep_inner(part, stage, self.hidden)
+                        if twin is not None:
+                            twin.inner = self._keep_inner(twin.part, stage, twin.hidden)
                 if work.wants(stage) and not stage.routed:
                     divisor = work.quantize(part.block, stage, self._statistics(part, stage, inner, twin, work))
                     if inner is not None and divisor is not None:
@@ -230,13 +232,13 @@ class CalibratedPass:
             inputs = self._activations("experts")
             return ExpertRounding(part, islice(self.hidden, self._num_fitted), inputs, method)
 
-    def _keep_inner(self, part: BlockPart, closing: Stage) -> Activations | None:
+    def _keep_inner(self, part: BlockPart, closing: Stage, hidden: Activations) -> Activations | None:
         """What the closing stage reads, for all batches, unless that is too much to keep."""
         inner = Activations(self.runner.device, "device", self._scratch)
-        for batch in self.hidden:
+        for batch in hidden:
             (inputs,) = part.inputs(closing, batch)
             assert inputs is not None
-            if inputs.nbytes * len(self.hidden) > KEPT_INNER_BYTES:
+            if inputs.nbytes * len(hidden) > KEPT_INNER_BYTES:
                 return None
             inner.append(inputs)
         return inner

@@ -31,15 +31,19 @@ class Twin:
         return self._parts
 
 
-@dataclass(frozen=True)
+@dataclass
 class TwinPart:
-    """A part of it, and the hidden states before that part until it ran."""
+    """A part of it, and the hidden states before that part until it ran. `inner`: what its closing stage reads."""
 
     part: BlockPart
     hidden: Activations
+    inner: Activations | None = None
 
     def inputs(self, stage: Stage) -> Iterator[Tensor]:
         """What the linears of a stage without experts read, batch by batch."""
+        if self.inner is not None and stage == self.part.closing:
+            yield from self.inner
+            return
         for batch in self.hidden:
             (read,) = self.part.inputs(stage, batch)
             assert read is not None
@@ -47,4 +51,6 @@ class TwinPart:
 
     def run(self) -> None:
         for index, batch in enumerate(self.hidden):
-            self.hidden[index] = self.part.run(batch)
+            inner = self.inner
+            self.hidden[index] = self.part.run(batch) if inner is None else self.part.close(batch, inner[index])
+        self.inner = None

@@ -164,7 +164,7 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
         source_bytes=141 * 10**9,
         output_bytes=40 * 10**9,
         shard_bytes=10**9,
-        method=GptqMethod(),
+        method=GptqMethod(target="layer"),
         samples=128,
         seq_len=512,
         device="cpu",
@@ -176,8 +176,9 @@ def test_peak_memory_of_a_large_model_is_a_block_not_the_model() -> None:
     assert block_bytes + 3 * largest_hessian < one.ram < 40e9
     assert peak_memory(replace(work, method=RtnMethod(), samples=0)).ram < 6e9
     assert one.scratch == work.hidden_bytes
-    for comparing in (TuningMethod(), BestMethod()):  # inputs and targets beside the states
+    for comparing in (TuningMethod(target="layer"), BestMethod(target="layer")):  # inputs and targets beside the states
         assert peak_memory(replace(work, method=comparing)).scratch == 3 * one.scratch
+    assert peak_memory(replace(work, method=BestMethod())).scratch == 5 * one.scratch  # what its twin reads, twice
     followed = peak_memory(replace(work, method=GptqMethod(target="model")))
     assert followed.scratch == 2 * one.scratch  # states of the original, beside its block and the drift
     assert one.ram + block_bytes + largest_hessian < followed.ram < one.ram + 1.2 * (block_bytes + largest_hessian)
@@ -212,7 +213,7 @@ def test_experts_count_in_whichever_block_they_stand() -> None:
         source_bytes=10**6,
         output_bytes=10**6,
         shard_bytes=10**6,
-        method=GptqMethod(),
+        method=GptqMethod(target="layer"),
         samples=16,
         seq_len=128,
         device="cpu",
