@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it once, when transformers imports it
 
 import quick_interpreter
+from few_scales import few_scales
 from tiny_models import SETTINGS, save_model  # imports transformers
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ def tokenized_once() -> Iterator[None]:
     calibration._text_ids = tokenize
 
 
+@pytest.fixture(scope="module", name="few_scales")
+def _few_scales() -> Iterator[None]:
+    """For a whole file: `pytestmark = pytest.mark.usefixtures("few_scales")`; see `tests/support/few_scales.py`."""
+    with few_scales():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with grouped-query attention, 2 layers, hidden size 256, saved in bfloat16."""
@@ -122,7 +130,8 @@ def _quantized_once(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not report.exists():
                 few = Calibration(samples=2, seq_len=64)  # LLM.int8 looks at data too, for its log
-                made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
+                with few_scales():
+                    made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
                 report.write_text(json.dumps(asdict(made)))
         kept = json.loads(report.read_text())
         return folder, QuantizeReport(**kept | {"layers": tuple(LayerReport(**layer) for layer in kept["layers"])})
