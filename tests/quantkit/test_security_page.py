@@ -70,9 +70,7 @@ def test_nothing_here_runs_what_a_file_says() -> None:
 
 def test_such_calls_would_be_seen() -> None:
     (one, other, nested) = (
-        node
-        for node in ast.walk(ast.parse("torch.load(f)(1)\neval(f, shell=True)"))
-        if isinstance(node, ast.Call)
+        node for node in ast.walk(ast.parse("torch.load(f)(1)\neval(f, shell=True)")) if isinstance(node, ast.Call)
     )
     assert {dotted(node.func) for node in (one, other, nested)} == {"torch.load", "eval", ""}
     assert switched_on(other) == {"shell"}

@@ -1,4 +1,4 @@
-"""Searches for input scales that try a few candidates: a good part of the time of small runs with awq, best or tuned."""
+"""Searches for input scales that try a few candidates: they take most of a small run with awq, best or tuned."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -194,8 +192,3 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, variants: Variants) -> 
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(StorageError, match="cannot write"):
         write_report(variants("empty"), tmp_path / "taken")
-
-
-def test_matplotlib_waits_until_a_report_is_written() -> None:
-    code = "import sys, quantkit.eval.report.write; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
