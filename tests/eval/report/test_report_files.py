@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from long_cases import others_long
 from quantkit.errors import StorageError
 from quantkit.eval.compare.results import Comparison, FormatResult
 from quantkit.eval.quality.bootstrap import Interval
@@ -169,15 +170,17 @@ def test_samples_are_marked(written: Written) -> None:
         assert said in source
 
 
-def test_pictures_of_the_text_are_there(written: Written) -> None:
-    expected = {"full": 5, "shape-few": 2, "failed": 0, "empty": 0, "no-speeds-few": 3}
-    for name, count in expected.items():
-        folder = written(name)
-        linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (folder / "report.md").read_text(encoding="utf-8"))
-        assert len(linked) == count
-        assert set(linked) == {file.name for file in folder.glob("*.png")}
-        for file in linked:
-            assert (folder / file).read_bytes().startswith(b"\x89PNG")
+PICTURES = {"full": 5, "shape-few": 2, "failed": 0, "empty": 0, "no-speeds-few": 3}
+
+
+@pytest.mark.parametrize(("name", "count"), others_long(PICTURES.items(), [("full", 5), ("failed", 0), ("empty", 0)]))
+def test_pictures_of_the_text_are_there(name: str, count: int, written: Written) -> None:
+    folder = written(name)
+    linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (folder / "report.md").read_text(encoding="utf-8"))
+    assert len(linked) == count
+    assert set(linked) == {file.name for file in folder.glob("*.png")}
+    for file in linked:
+        assert (folder / file).read_bytes().startswith(b"\x89PNG")
 
 
 def test_same_input_gives_the_same_bytes(written: Written, variants: Variants, tmp_path: Path) -> None:
