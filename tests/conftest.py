@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it once, when transformers imports it
 
 import quick_interpreter
+from few_scales import few_scales
 from tiny_models import SETTINGS, save_model  # imports transformers
 
 if TYPE_CHECKING:
@@ -54,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """What the imports and the collected tests hold stays: each of hundreds of collections would visit all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def tokenized_once() -> Iterator[None]:
     """Long texts are tokenized once in a process: every run that calibrates would take half a second for it."""
@@ -73,6 +81,13 @@ def tokenized_once() -> Iterator[None]:
     calibration._text_ids = tokenize_once
     yield
     calibration._text_ids = tokenize
+
+
+@pytest.fixture(scope="module", name="few_scales")
+def _few_scales() -> Iterator[None]:
+    """For a whole file: `pytestmark = pytest.mark.usefixtures("few_scales")`; see `tests/support/few_scales.py`."""
+    with few_scales():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +137,8 @@ def _quantized_once(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not report.exists():
                 few = Calibration(samples=2, seq_len=64)  # LLM.int8 looks at data too, for its log
-                made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
+                with few_scales():
+                    made = quantize(model, loaded, folder, calibration=few, quality_windows=0)
                 report.write_text(json.dumps(asdict(made)))
         kept = json.loads(report.read_text())
         return folder, QuantizeReport(**kept | {"layers": tuple(LayerReport(**layer) for layer in kept["layers"])})

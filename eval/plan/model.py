@@ -61,9 +61,9 @@ class Cache:
         return self.seen(context) < context * self.layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decoder:
-    """The parameters of a supported model."""
+    """The parameters of a supported model. Hashed by identity: it has thousands of linears."""
 
     config: ModelConfig
     raw: Config

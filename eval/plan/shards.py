@@ -7,6 +7,7 @@ The rules are those of `runtime/parallel`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from quantkit.errors import InputError
 from quantkit.eval.plan.links import Link
@@ -51,6 +52,7 @@ class Shard:
     traffic: Traffic
 
 
+@lru_cache(maxsize=64)  # advice asks once more for every GPU and every number of requests
 def shard(decoder: Decoder, chosen: Chosen, ranks: Ranks) -> Shard:
     """The part of `ranks.rank`; InputError where a format's groups would be cut apart."""
     config, part = decoder.config, local_config(decoder.config, ranks)

@@ -61,9 +61,9 @@ class WeightPlan:
         return max(self.operations, key=lambda name: self.operations[name])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chosen:
-    """What a recipe makes of every linear of a model."""
+    """What a recipe makes of every linear of a model. Hashed by identity, as the model is."""
 
     name: str  # of the recipe, or bf16
     scheme: str

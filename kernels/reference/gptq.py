@@ -11,9 +11,11 @@ def round_columns(block: Tensor, scale: Tensor, zero: Tensor, factor: Tensor, to
     block = block.clone()
     codes, errors = torch.empty_like(block, dtype=torch.uint8), torch.empty_like(block)
     pivots = factor.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # [layers, columns, 1]
-    for i in range(block.shape[1]):
-        code = torch.round(block[:, i] / scale[:, i]).add_(zero[:, i]).clamp_(0, top)
-        codes[:, i] = code
-        errors[:, i] = (block[:, i] - code.sub_(zero[:, i]).mul_(scale[:, i])).div_(pivots[:, i])
-        block[:, i + 1 :].addcmul_(factor[:, i, i + 1 :, None], errors[:, i, None], value=-1)
+    # Views of all columns at once: of a small layer, slicing would take longer than the arithmetic.
+    columns = zip(*(each.unbind(1) for each in (block, scale, zero, pivots, codes, errors)), strict=True)
+    for i, (column, step, origin, pivot, code_of, error) in enumerate(columns):
+        code = torch.round(column / step).add_(origin).clamp_(0, top)
+        code_of.copy_(code)
+        torch.sub(column, code.sub_(origin).mul_(step), out=error).div_(pivot)
+        block[:, i + 1 :].addcmul_(factor[:, i, i + 1 :, None], error.unsqueeze(1), value=-1)
     return codes, errors

@@ -24,7 +24,7 @@ from quantkit.pipeline.choices import describe_choices
 from quantkit.pipeline.coverage import coverage_of
 from quantkit.pipeline.markdown import cell, code, section, table
 from quantkit.pipeline.quality import Quality
-from quantkit.recipe import Recipe, list_recipes
+from quantkit.recipe import Recipe, is_bundled
 from quantkit.wording import human_bytes, human_count, model_name
 
 WORST = 5  # layers named by their loss
@@ -252,7 +252,7 @@ def _calibration(facts: CardFacts) -> str:
 
 def _again(facts: CardFacts) -> str:
     """The command; a recipe that does not come with quantkit stands beside it."""
-    bundled = facts.recipe in list_recipes()
+    bundled = is_bundled(facts.recipe)
     file = facts.recipe.name if bundled else f"{facts.recipe.name}.yaml"
     words = ["quantkit", "quantize", model_name(facts.model), "-r", file, "-o", facts.title]
     text = f"```\n{shlex.join(words + _calibration_words(facts.calibration))}\n```"

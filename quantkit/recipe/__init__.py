@@ -152,6 +152,11 @@ def list_recipes() -> list[Recipe]:
     return [load_recipe(name) for name in _bundled_names()]
 
 
+def is_bundled(recipe: Recipe) -> bool:
+    """Whether it comes with the package and is as it comes: reads the one that has its name."""
+    return recipe.name in _bundled_names() and recipe == load_recipe(recipe.name)
+
+
 def load_recipe(name_or_path: str, changes: Sequence[str] = ()) -> Recipe:
     """A bundled recipe by its name, or a file ending in .yaml; with `KEY=VALUE` changes such as `format.bits=3`."""
     file = Path(name_or_path)

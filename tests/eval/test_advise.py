@@ -4,6 +4,7 @@ import csv
 import json
 import shlex
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import click
@@ -14,7 +15,7 @@ from quantkit.cli import cli
 from quantkit.errors import InputError
 from quantkit.eval.advice.advice import GOALS, Goal
 from quantkit.eval.advice.advise import Decision, advice_of, decide, pays_from
-from quantkit.eval.advice.options import AS_IT_IS, MOST_LOSS, Asked, options, read_subject
+from quantkit.eval.advice.options import AS_IT_IS, MOST_LOSS, Asked, Subject, options, read_subject
 from quantkit.eval.advice.quality import RESULTS, known_losses
 from quantkit.eval.plan.gpus import GPUS
 from quantkit.eval.shapes import SHAPES
@@ -23,7 +24,13 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 def decided(model: str, goal: Goal, gpu: str = "h200", **asked: int) -> Decision:
-    return decide(read_subject(model), Asked(goal, GPUS[gpu], **asked))
+    return decide(subject(model), Asked(goal, GPUS[gpu], **asked))
+
+
+@cache
+def subject(model: str) -> Subject:
+    """Read once: every question about it is another."""
+    return read_subject(model)
 
 
 def parse(line: str) -> None:
@@ -57,7 +64,7 @@ def test_goals_differ() -> None:
     assert chosen["latency"].replica.ceiling.weights.scheme.startswith("W4")
     assert chosen["throughput"].format == "fp8"
     assert chosen["throughput"].load.batch == 256
-    least = min(options(read_subject("llama-3.1-8b"), Asked("memory", GPUS["h200"])), key=lambda one: one.bytes)
+    least = min(options(subject("llama-3.1-8b"), Asked("memory", GPUS["h200"])), key=lambda one: one.bytes)
     assert chosen["memory"].bytes == least.bytes
     assert all(one.kl <= MOST_LOSS for one in chosen.values())
 

@@ -133,12 +133,15 @@ def test_biases_and_clipped_gates(name: str, way: Way, device: str) -> None:
     assert_right(found, layer.meaning(x, logits.bfloat16(), 2))
 
 
+ROUTINGS = [(1, 1, None), (1, 3, None), (9, 2, 1), (17, 1, 2), (4, 3, None)]  # tokens, experts of each, a favourite
+
+
 @pytest.mark.parametrize(
-    ("tokens", "per_token", "favourite"), [(1, 1, None), (1, 3, None), (9, 2, 1), (17, 1, 2), (4, 3, None)]
+    ("routing", "name"), one_of_each((routing, name) for routing in ROUTINGS for name in ("half", "w4g32"))
 )
-@pytest.mark.parametrize("name", ["half", "w4g32"])
-def test_odd_routings(name: str, tokens: int, per_token: int, favourite: int | None, device: str) -> None:
+def test_odd_routings(routing: tuple[int, int, int | None], name: str, device: str) -> None:
     """One token, all experts of every token, an expert that all choose and so one that none does; several tiles."""
+    tokens, per_token, favourite = routing
     layer = Layer(FORMATS[name], torch.bfloat16, device)
     x = torch.randn(tokens, layer.hidden, device=device).bfloat16()
     logits = torch.randn(tokens, EXPERTS, device=device)

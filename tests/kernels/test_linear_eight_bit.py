@@ -1,11 +1,14 @@
 """Matmuls of 8-bit weights: LLM.int8 with its outliers, W8A8, FP8 with scales per token, block and tensor."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from long_cases import others_long
+from pairwise import cover
 from quantkit.errors import InputError
 from quantkit.formats import CtFloat8, CtInt8, CtPacked, Format, LlmInt8, QuantizedWeight
 from quantkit.kernels.linear.eight_bit import scaled_mm
@@ -67,19 +70,19 @@ def assert_right(y: Tensor, x: Tensor, fmt: Format, weight: QuantizedWeight, bia
     assert error < 2 * relative_error(reference.linear(x, fmt, weight, bias), exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format(name: str, dtype: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "tokens"), others_long(product(FORMATS, DTYPES, (3, 11)), cover(FORMATS, DTYPES, (3, 11)))
+)
+def test_every_format(name: str, dtype: str, tokens: int, device: str) -> None:
     fmt = FORMATS[name]
-    for tokens in (3, 11):
-        x = make_x(tokens, 320, DTYPES[dtype], device)
-        quantized, weight = make(fmt, 70, x)
-        bias = torch.randn(70, device=device).to(x.dtype)
-        out = torch.full((tokens, 70), float("nan"), dtype=x.dtype, device=device)
-        config = EightBitConfig(64, 16, 128, 4, 3, splits=2)
-        assert matmul(x, weight, config, bias=bias, out=out) is out
-        assert_right(out, x, fmt, quantized, bias)
-        assert int(weight.tickets.abs().sum()) == 0
+    x = make_x(tokens, 320, DTYPES[dtype], device)
+    quantized, weight = make(fmt, 70, x)
+    bias = torch.randn(70, device=device).to(x.dtype)
+    out = torch.full((tokens, 70), float("nan"), dtype=x.dtype, device=device)
+    config = EightBitConfig(64, 16, 128, 4, 3, splits=2)
+    assert matmul(x, weight, config, bias=bias, out=out) is out
+    assert_right(out, x, fmt, quantized, bias)
+    assert int(weight.tickets.abs().sum()) == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 33, 64, 65])

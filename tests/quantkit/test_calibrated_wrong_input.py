@@ -11,6 +11,7 @@ from quantkit.sources import model_folder
 
 Cli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., None]
+pytestmark = pytest.mark.usefixtures("few_scales")
 FEW = ("--samples", 2, "--seq-len", 64, "--quality-windows", 0)
 
 

@@ -1,8 +1,8 @@
 """Every block of code on Start and Guides is run, page by page, in the order in which it stands, in an empty folder.
 
 `make test-long` runs the pages as they stand and compares what they show. `make test` runs most of them with less: the
-model `demo-draft` where they say `demo`, little calibration, few windows. In both, a server gets a free port instead of
-8000, and what `pip install -e .` would do for the method of a guide is done without pip.
+model `demo-draft` where they say `demo`, little calibration, few scales to choose from, few windows. In both, a server
+gets a free port instead of 8000, and what `pip install -e .` would do for the method of a guide is done without pip.
 """
 
 import os
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from few_scales import few_scales
 from guide_blocks import NAMES, RUN, Block, blocks, scripts
 from pages import PAGES, ROOT, assert_close, words
 from quantkit.arch import FAMILIES
@@ -185,7 +186,8 @@ def install(project: Path) -> None:
 
 @pytest.mark.parametrize("page", [name for name in NAMES if name not in ONLY_LONG])
 def test_every_block_runs(run_cli: Cli, page: str) -> None:
-    Page(page, run_cli, less=True).run()
+    with few_scales():
+        Page(page, run_cli, less=True).run()
 
 
 @pytest.mark.long

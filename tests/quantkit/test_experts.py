@@ -22,6 +22,8 @@ from quantkit.reference import load_reference, load_tokenizer
 from quantkit.sources import model_folder
 from tiny_models import SETTINGS, WITH_EXPERTS, save_model
 
+pytestmark = pytest.mark.usefixtures("few_scales")
+
 FEW = Calibration(samples=8, seq_len=32)
 EIGHT = ("format.name=ct-packed", "format.bits=8")
 

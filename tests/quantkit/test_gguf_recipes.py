@@ -16,6 +16,8 @@ from quantkit.recipe import Recipe, load_recipe
 from tiny_models import save_model
 from tiny_tokenizers import VOCAB_SIZE, save_byte_level
 
+pytestmark = pytest.mark.usefixtures("few_scales")
+
 LITTLE = Calibration(samples=2, seq_len=64)
 
 

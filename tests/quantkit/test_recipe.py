@@ -12,11 +12,12 @@ import pytest
 import torch
 import yaml
 
+from quantkit import recipe as recipe_module
 from quantkit.arch import FAMILIES, GEMMA2, LLAMA, PHI3, Family
 from quantkit.errors import CannotHold, InputError
 from quantkit.formats import Awq, CtPacked, Format, Gptq
 from quantkit.methods import METHODS
-from quantkit.recipe import Recipe, list_recipes, load_recipe
+from quantkit.recipe import Recipe, is_bundled, list_recipes, load_recipe
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -62,6 +63,16 @@ def test_bundled_recipes() -> None:
     assert tuple(recipe.name for recipe in recipes) == BUNDLED
     assert all(recipe.method.name in METHODS for recipe in recipes)
     assert len({recipe.summary for recipe in recipes}) == len(BUNDLED)
+
+
+def test_a_recipe_is_bundled_as_it_comes(tmp_path: Path) -> None:
+    """Not with a change, and not under the name of another; a copy is as good."""
+    assert is_bundled(load_recipe("rtn-w4g128"))
+    assert not is_bundled(load_recipe("rtn-w4g128", ["format.group_size=64"]))
+    for name, same in (("rtn-w4g128", True), ("rtn-w8", False), ("mine", False)):
+        copy = tmp_path / f"{name}.yaml"
+        copy.write_text((recipe_module.BUNDLED / "rtn-w4g128.yaml").read_text())
+        assert is_bundled(load_recipe(str(copy))) == same
 
 
 @pytest.mark.parametrize("name", BUNDLED)

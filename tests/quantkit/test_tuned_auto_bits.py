@@ -15,6 +15,8 @@ from quantkit.pipeline import run
 from quantkit.recipe import load_recipe
 from quantkit.recipe.limits import target_bits_changes
 
+pytestmark = pytest.mark.usefixtures("few_scales")
+
 Cli = Callable[..., tuple[int, str, str]]
 LITTLE = ("--samples", 8, "--seq-len", 32, "--quality-windows", 0, "--device", "cpu")
 FAST = ("--set", "method.steps=2", "--set", "method.start=gptq")

@@ -1,10 +1,8 @@
 """Wrong input: one clear line on stderr that names the remedy, exit code 2, and nothing written."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,12 +35,12 @@ def test_path_that_is_not_there(assert_refused: Refused, tmp_path: Path) -> None
     assert_refused(tmp_path, *args, words=("nowhere", "hub name"))
 
 
-def test_unreachable_hub_name(tmp_path: Path) -> None:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    args = [sys.executable, "-m", "quantkit", "inspect", "some-org/some-model"]
-    run = subprocess.run(args, capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 2
-    assert "no folder 'some-org/some-model' here, and the hub" in run.stderr
+def test_unreachable_hub_name(run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    code, _, err = run_cli("inspect", "some-org/some-model")
+    assert code == 2
+    assert "no folder 'some-org/some-model' here, and the hub" in err
 
 
 def test_folder_without_config(assert_refused: Refused, model: Path, tmp_path: Path) -> None:

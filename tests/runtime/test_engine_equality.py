@@ -183,7 +183,16 @@ def test_greedy_tokens_equal_generate(
     assert (scheduler.reused_tokens > 0) == share_prefixes
 
 
-@every_model
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.xdist_group(f"engine {name}"), *([pytest.mark.long] if name in LIKE_OTHERS else [])],
+        )
+        for name in MODELS
+    ],
+)
 def test_the_reference_is_worth_comparing_with(model: str, reference: Callable[[str], Reference]) -> None:
     """Near ties are rare, and answers differ."""
     answers = reference(model).answers

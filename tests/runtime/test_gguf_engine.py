@@ -93,7 +93,7 @@ def test_ropes_for_longer_contexts(family: str, settings: dict[str, Any], tmp_pa
     assert relative_error(logits_of(file), logits_of(folder)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", others_long(list(TYPES), ("Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS")))
+@pytest.mark.parametrize("kind", others_long(list(TYPES), ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS")))
 def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     file, folder = gguf_pair("llama", tmp_path, kind, **WIDE, tie_word_embeddings=kind in ("Q4_K", "Q8_0"))
     wanted = logits_of(folder)

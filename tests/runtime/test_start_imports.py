@@ -1,8 +1,10 @@
-"""What an engine must not import, because it takes seconds and memory: one that serves token ids knows nothing of text,
-and one on a CPU nothing of compilers for GPUs."""
+"""What must not be imported, as it takes seconds and memory: an engine that serves token ids knows nothing of text,
+one on a CPU nothing of compilers for GPUs, and matplotlib waits until a report is written."""
 
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import sys
@@ -23,9 +25,23 @@ while engine.unfinished:
 llama = PLAIN_SHAPES["llama-3.1-8b"]
 rope_tables(llama, read_model_config(llama), 8, torch.device("cpu"))
 print([name for name in ("transformers", "tokenizers", "datasets", "triton", "torch._dynamo") if name in sys.modules])
+
+import quantkit.eval.report.write
+
+print("matplotlib" in sys.modules)
 """
 
 
-def test_an_engine_imports_no_transformers() -> None:
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """Of one process for both questions."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    return done.stdout.splitlines()
+
+
+def test_an_engine_imports_no_transformers(printed: list[str]) -> None:
+    assert printed[0] == "[]"
+
+
+def test_matplotlib_waits_until_a_report_is_written(printed: list[str]) -> None:
+    assert printed[1] == "False"

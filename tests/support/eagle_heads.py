@@ -2,7 +2,8 @@
 
 `save_head(folder, kind, model)` writes a head for a transformers model and returns its reference: `guesses(tokens, k)`
 are the head's greedy guesses behind known tokens, from the model's own hidden states. Weights depend on nothing but the
-arguments. Everything is computed anew for every guess, over all tokens.
+arguments. A head computes everything anew for every guess, over all tokens; what its model makes of the same known
+tokens is kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,18 +198,19 @@ def save_head(folder: Path, kind: str, model: Any, taps: tuple[int, ...] = (), *
 
     @torch.inference_mode()
     def states(tokens: list[int]) -> Tensor:
-        found = _states(model, torch.tensor([tokens]))
+        found = _states(model, tuple(tokens))
         return torch.cat([found[block] for block in tapped], -1) if third else found[-1]
 
     return Reference(tensors, kind, tensors.get("embed_tokens.weight", outer), model.lm_head.weight.detach(), states)
 
 
-def _states(model: Any, ids: Tensor) -> list[Tensor]:
+@lru_cache(maxsize=1024)  # the same answers are met with every head
+def _states(model: Any, tokens: tuple[int, ...]) -> list[Tensor]:
     """What goes into every block, what comes out of the last one, and what the head reads."""
     inner, found = model.model, []
     hooks = [block.register_forward_pre_hook(lambda _, given: found.append(given[0][0])) for block in inner.layers]
     hooks.append(inner.norm.register_forward_pre_hook(lambda _, given: found.append(given[0][0])))
-    last = inner(ids, use_cache=False).last_hidden_state[0]
+    last = inner(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
     for hook in hooks:
         hook.remove()
     return [*found, last]

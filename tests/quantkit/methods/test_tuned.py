@@ -23,6 +23,8 @@ from quantkit.recipe import load_recipe
 from quantkit.reference import load_tokenizer
 from quantkit.sources import model_folder
 
+pytestmark = pytest.mark.usefixtures("few_scales")
+
 FORMATS = {"sym": CtPacked(bits=3, group_size=64), "asym": CtPacked(bits=3, group_size=64, sym=False)}
 SHORT = ("llama", "gemma2", "mixtral")  # families that are tuned in every run of the tests
 Tune = Callable[..., list[QuantizedBlock]]

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 import quantkit
+from few_scales import few_scales
 from quantkit import arch
 from quantkit.arch import Config, Family
 from quantkit.calibration import Calibration
@@ -221,7 +222,8 @@ def quantized(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def make(recipe: str) -> tuple[Path, Any]:
         if recipe not in made:
             folder = tmp_path_factory.mktemp("out") / recipe
-            made[recipe] = folder, quantkit.quantize(source, recipe, folder, calibration=FEW, quality_windows=1)
+            with few_scales():
+                made[recipe] = folder, quantkit.quantize(source, recipe, folder, calibration=FEW, quality_windows=1)
         return made[recipe]
 
     return make

@@ -28,6 +28,8 @@ from quantkit.passes.sensitivity import SCORED, SensitivityPass
 from quantkit.passes.stage_inputs import stage_statistics
 from quantkit.provenance import QUANTIZATION_LOG
 
+pytestmark = pytest.mark.usefixtures("few_scales")
+
 LAYERS, EXPERTS, CHOSEN = 3, 4, 2
 FEW = Calibration(samples=6, seq_len=32)  # of `quantized`
 UNREACHED_EXPERT = "model.layers.2.mlp.experts.3."

@@ -25,6 +25,8 @@ from quantkit.methods.smoothquant import SmoothQuantMethod
 from quantkit.methods.statistics import InputStatistics
 from quantkit.passes import CalibratedPass, QuantizedBlock, calibrated
 
+pytestmark = pytest.mark.usefixtures("few_scales")
+
 STAGES = LLAMA.stages(0, {})
 LINEARS = [stage.linears for stage in STAGES]
 KEPT = ("qkv", "o", "gate up", "down", "qkv gate up")

@@ -18,6 +18,8 @@ from quantkit.reference import load_reference, load_tokenizer
 from quantkit.touch_up import Student, TouchUp
 from quantkit.touch_up.learned import LearnedScales
 
+pytestmark = pytest.mark.usefixtures("few_scales")
+
 STEPS = 4
 DATA = Calibration(samples=16, seq_len=48)
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
+from long_cases import one_of_each
 from quantkit.arch import FAMILIES
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import InputError
@@ -132,15 +133,22 @@ def assert_as_alone(folder: Path, tensor: int, pipeline: int = 1, vocab: int = 1
     return groups, parts
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_EXPERTS])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
+DENSE = [name for name in FAMILIES if name not in WITH_EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"),
+    one_of_each((family, *layout) for family in DENSE for layout in ((2, 1), (4, 1), (2, 2))),
+)
 def test_every_family(family: str, tensor: int, pipeline: int, family_model: Callable[[str], Path]) -> None:
     """Fused layers, biases, norms, windows, soft caps, tied and own heads; 4 ranks have 2 KV heads."""
     assert_as_alone(family_model(family), tensor, pipeline)
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"),
+    one_of_each((family, *layout) for family in WITH_EXPERTS for layout in ((1, 2), (2, 1), (4, 1), (2, 2))),
+)
 def test_experts(family: str, tensor: int, pipeline: int, family_model: Callable[[str], Path]) -> None:
     """Divided among ranks, unevenly where 4 ranks have 6; dense layers and shared experts beside them are cut, and so
     are the heads of latent attention. One sum for attention and one for the MLP, experts or not."""
