@@ -131,7 +131,7 @@ def largest_error(fmt: Format, weight: Tensor) -> Tensor:
         smallest_scale = 0.0 if nearest_power else weight.abs().max() / 448 * 2**-10  # half a step of E4M3's smallest
         half = block_absmax(weight, 32 if nearest_power else 16) / (4 if nearest_power else 5) + smallest_scale
     elif isinstance(fmt, LlmInt8):
-        half = weight.abs().amax(-1, keepdim=True) / 127 / 2 + weight.abs() * 2**-11  # it sees float16
+        half = weight.abs().amax(-1, keepdim=True) / 127 / 2 * (1 + 2**-11) + weight.abs() * 2**-11  # it sees float16
     else:
         assert isinstance(fmt, CtFloat8)
         subnormal = (weight.abs().max() / 448).clamp(min=smallest) * 2**-10  # half of their step
