@@ -102,7 +102,10 @@ class GptqMethod(Method):
         return AwqMethod(clip=self.searches_grid).choose_scales(weight, fmt, inputs, tie)
 
     def round(self, weight: Tensor, fmt: Format, inputs: InputStatistics) -> Rounded:
-        return self._rounded(quantize_layer(weight, fmt, inputs.require_hessian(), self, inputs.drift))
+        drift = inputs.take_drift() if self.wants_drift else None
+        owed = None if drift is None else weight.float() @ drift
+        del drift  # as large as H: it is gone before H has its factor
+        return self._rounded(quantize_layer(weight, fmt, inputs.require_hessian(), self, owed))
 
     def round_together(
         self, weights: Sequence[Tensor], fmt: Format, inputs: Sequence[InputStatistics]
@@ -165,22 +168,23 @@ class GptqResult:
 
 
 def quantize_layer(
-    weight: Tensor, fmt: Format, hessian: Tensor, method: GptqMethod | None = None, drift: Tensor | None = None
+    weight: Tensor, fmt: Format, hessian: Tensor, method: GptqMethod | None = None, owed: Tensor | None = None
 ) -> GptqResult:
-    """Rounds a weight [out, in] for a layer whose inputs gave this H [in, in], and this drift from exact ones.
+    """Rounds a weight [out, in] for a layer whose inputs gave this H [in, in]. `owed` is W D [out, in], where inputs
+    drifted from exact ones by D.
 
     No row is worse than plainly rounded, except that rows of scattered groups cannot be exchanged one by one.
     """
-    (result,) = quantize_layers(weight, fmt, hessian[None], method, drift)
+    (result,) = quantize_layers(weight, fmt, hessian[None], method, owed)
     return result
 
 
 def quantize_layers(
-    weight: Tensor, fmt: Format, hessians: Tensor, method: GptqMethod | None = None, drift: Tensor | None = None
+    weight: Tensor, fmt: Format, hessians: Tensor, method: GptqMethod | None = None, owed: Tensor | None = None
 ) -> list[GptqResult]:
     """The same for layers of one shape with their outputs stacked, [layers * out, in], and an H each [layers, in, in].
 
-    Drift, sweeps and order `desc_act` are for a single one.
+    `owed`, sweeps and order `desc_act` are for a single one.
     """
     method = method or GptqMethod()
     fmt = require_integer(method.name, fmt)
@@ -196,8 +200,8 @@ def quantize_layers(
     found = [inverse_factor(hessian, each, method.damping) for hessian, each in zip(hessians, order, strict=True)]
     factors, dampings = torch.stack([factor for factor, _ in found]), [damping for _, damping in found]
     del found
-    if drift is not None:
-        weight = weight.float() + SHARE * _making_up(weight, drift, order[0], factors[0])
+    if owed is not None:
+        weight = weight.float() + SHARE * _making_up(owed, order[0], factors[0])
         rounding_loss = output_loss(weight, plain, hessians)
     grid = _grid(weight, fmt, hessians, order, method)
     quantized = replace(grid, codes=_round_columns(weight, grid, order, factors))
@@ -239,11 +243,10 @@ def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tens
     raise InputError("the inputs of this layer are not finite or not usable for GPTQ; use method 'rtn' for it")
 
 
-def _making_up(weight: Tensor, drift: Tensor, order: Tensor, factor: Tensor) -> Tensor:
-    """What a weight [out, in] needs besides to make of its inputs what it makes of exact ones: W D H^-1, H damped."""
-    wanted = (weight.float() @ drift)[:, order]
-    found = torch.empty_like(wanted)
-    found[:, order] = wanted @ factor.T @ factor
+def _making_up(owed: Tensor, order: Tensor, factor: Tensor) -> Tensor:
+    """What a weight needs besides to make of its inputs what it makes of exact ones: W D H^-1, H damped."""
+    found = torch.empty_like(owed)
+    found[:, order] = owed[:, order] @ factor.T @ factor
     return found
 
 

@@ -63,6 +63,11 @@ class InputStatistics:
         """The first inputs [up to 2,048, in]."""
         return torch.cat(self._sample)
 
+    def take_drift(self) -> Tensor | None:
+        """Hands the drift over; it is as large as H, and nobody asks for it twice."""
+        drift, self.drift = self.drift, None
+        return drift
+
     def require_hessian(self) -> Tensor:
         assert self.hessian is not None, "these statistics were collected without H"
         return self.hessian

@@ -162,8 +162,8 @@ def _touch_up_bytes(work: Work) -> int:
 
 
 def _statistics_bytes(work: Work, group: GroupWork) -> int:
-    """Of one group, or of one expert."""
-    matrices = (COPIES if work.method.wants_hessian else 0) + work.method.wants_drift
+    """Of one group, or of one expert. A drift is gone before H is copied."""
+    matrices = COPIES if work.method.wants_hessian else 0
     return 4 * matrices * group.inputs**2 + 4 * min(SAMPLE, work.tokens) * group.inputs
 
 

@@ -39,8 +39,9 @@ def statistics_of(inputs: Tensor, exact: Tensor) -> InputStatistics:
 
 def rounded(weight: Tensor, fmt: IntegerFormat, inputs: Tensor, exact: Tensor, method: GptqMethod) -> GptqResult:
     statistics = statistics_of(inputs, exact)
-    drift = statistics.drift if method.wants_drift else None
-    return quantize_layer(weight, fmt, statistics.require_hessian(), method, drift)
+    assert statistics.drift is not None
+    owed = weight @ statistics.drift if method.wants_drift else None
+    return quantize_layer(weight, fmt, statistics.require_hessian(), method, owed)
 
 
 def error(result: GptqResult, weight: Tensor, inputs: Tensor, exact: Tensor) -> Tensor:
@@ -106,4 +107,6 @@ def test_drift_adds_up_and_is_divided_with_the_inputs(layer: Layers) -> None:
     statistics.divide(scales)
     divided = ((exact - inputs) / scales).T @ (inputs / scales)
     assert torch.allclose(statistics.drift, divided, rtol=1e-3, atol=1e-2)
+    assert statistics.take_drift() is not None
+    assert statistics.take_drift() is None
     assert InputStatistics(24).drift is None
