@@ -92,7 +92,7 @@ def test_blocks_lose_less_than_gptq_leaves_them(tune: Tune, kind: str) -> None:
 
 @pytest.mark.long
 def test_a_few_dozen_steps_beat_gptq_by_a_clear_margin(tune: Tune) -> None:
-    (block,) = tune(FORMATS["sym"], steps=40, start="gptq")
+    (block,) = tune(FORMATS["sym"], steps=40, start="gptq", target="layer")
     log = block.layers[0].log
     assert log["block_loss"] < 0.9 * log["block_calibrated_loss"]
     assert log["step"] > 30
