@@ -25,6 +25,8 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
 from quantkit.kernels.linear.arguments import check_arguments
+from quantkit.kernels.linear.dot import dot
+from quantkit.kernels.linear.eight_bit.outliers import ROUND
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
 from quantkit.kernels.linear.weight import CHUNK, Kernel
 from quantkit.kernels.linear.weight_only.assembly import TRITON
@@ -32,9 +34,7 @@ from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 NAME = "weight-only matmul in fixed point"
 CHANGING = ("tokens", "chunks", "per_split", "splits")  # from call to call: not worth a compilation each
-LARGEST = 127 * 256  # so that 127 is the largest high byte
-_LARGEST = tl.constexpr(float(LARGEST))
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to whole numbers, halves to even
+_LARGEST = tl.constexpr(127.0 * 256.0)  # whole number, so that 127 is the largest high byte
 _CHUNKS_OF_PROGRAM = 8  # that one program turns into fixed point
 # The high half of every byte as 16 (code - 8): (word & 0xF0F0F0F0) ^ 0x80808080 in one instruction.
 _CENTRED = tl.constexpr("lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;")
@@ -89,7 +89,7 @@ def _to_fixed_point(
     value = tl.load(x + token * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(value), axis=1)
     inverse = _LARGEST / tl.where(largest > 0, largest, 1.0)
-    whole = ((value * inverse[:, None] + _ROUND) - _ROUND).to(tl.int32)
+    whole = ((value * inverse[:, None] + ROUND) - ROUND).to(tl.int32)
     high = (whole + 128) >> 8
     here = chunk < chunks
     at = codes + (token * chunks + chunk)[:, None] * 256 + tl.arange(0, 128)[None, :]
@@ -127,14 +127,6 @@ def _bytes(words):
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
     return tl.join(even, odd)
-
-
-@triton.jit
-def _whole_dot(weight, x, INTERPRET: tl.constexpr):
-    if INTERPRET:  # sums of 128 products of bytes are exact in float32
-        return tl.dot(weight.to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
-    else:
-        return tl.dot(weight, x)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -186,7 +178,10 @@ def _fixed_point(
         x_factor = tl.load(x_scales + seen + chunk)
         tile = codes + (seen + chunk)[None, :] * 256 + column[:, None]  # [128, TOKENS]
         above, below = tl.load(tile), tl.load(tile + 128)
-        total = _whole_dot(weight, above, INTERPRET) * 256 + _whole_dot(weight, below, INTERPRET)
+        total = (
+            dot(weight, above, INTERPRET).to(tl.int32) * 256
+        )  # exact under the interpreter, too: 128 bytes times bytes
+        total += dot(weight, below, INTERPRET).to(tl.int32)
         if HAS_ZEROS:
             zero = ((tl.load(zeros + group * rows + row) & 255) - MIDDLE) * STEP
             total -= zero[:, None] * tl.load(x_sums + seen + chunk)[None, :]
