@@ -188,10 +188,11 @@ def _batch_bytes(work: Work) -> int:
 
 
 def _inner_bytes(work: Work) -> int:
-    """The inputs of a part's last linear, kept for all tokens where that is not too much; never those of experts."""
+    """The inputs of a part's last linear, and of its twin's, kept for all tokens where that is not too much; never
+    those of experts."""
     itemsize = work.compute_dtype.itemsize
     sizes = [work.tokens * group.inputs * itemsize for group in work.groups if group.experts == 1]
-    return max((size for size in sizes if size <= KEPT_INNER_BYTES), default=0)
+    return (1 + work.method.wants_drift) * max((size for size in sizes if size <= KEPT_INNER_BYTES), default=0)
 
 
 def estimated_seconds(work: Work) -> float:
