@@ -72,6 +72,11 @@ _EXACT = {_EIGHT_BIT[22]: replace(_EIGHT_BIT[22], gate_up=TileConfig(64, 8, 3))}
 
 _EIGHT_BIT_PROMPTS = Way(128, TileConfig(64, 8, 3, streamed=False), TileConfig(128, 8, 3, streamed=False))
 _SMALL_EIGHT_BIT_PROMPTS = Way(64, TileConfig(64, 8, 2, streamed=False), TileConfig(64, 8, 2, streamed=False))
+# The same where sums lie in tensor memory, and LLM.int8 multiplies once more, in 16 bits.
+_OF_OUTLIERS = {
+    _EIGHT_BIT[64]: replace(_EIGHT_BIT[64], gate_up=TileConfig(32, 4, 3)),
+    _EIGHT_BIT_PROMPTS: Way(128, TileConfig(32, 8, 3, streamed=False), TileConfig(64, 8, 3, streamed=False)),
+}
 _IN_TILES = ("fp8-static", "fp8-block-blocks")  # scales within a tile need the registers of smaller ones
 _EMULATED = Way(32, TileConfig(32, 4, 2, streamed=False), TileConfig(32, 4, 2, streamed=False))
 
@@ -106,7 +111,9 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card, 
     if most is None:
         large = card is NO_GPU or card.multiplies_from_shared
         if eight_bit:
-            return _EIGHT_BIT_PROMPTS if large and gate_up.kind not in _IN_TILES else _SMALL_EIGHT_BIT_PROMPTS
+            if not large or gate_up.kind in _IN_TILES:
+                return _SMALL_EIGHT_BIT_PROMPTS
+            return _suited(_EIGHT_BIT_PROMPTS, gate_up, card)
         return replace(_suited(_PROMPTS if large else _SMALL_PROMPTS, gate_up, card), decoded=packed)
     if (packed or eight_bit) and card is not NO_GPU and not card.multiplies_from_shared:
         most = min(most, _LARGEST_IN_REGISTERS)
@@ -120,6 +127,8 @@ def choose(gate_up: GroupedWeight, down: GroupedWeight, pairs: int, card: Card, 
 
 def _suited(way: Way, gate_up: GroupedWeight, card: Card) -> Way:
     """What does not spill on this card."""
+    if card.has_tensor_memory and gate_up.kind == "int8-outliers":
+        return _OF_OUTLIERS.get(way, way)
     if card.has_tensor_memory:
         return _FROM_TENSOR_MEMORY.get(way, way)
     if gate_up.kind == "fp8-exact" and card.multiplies_from_shared:

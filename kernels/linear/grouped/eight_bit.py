@@ -36,6 +36,7 @@ from quantkit.kernels.linear.grouped.weight import Clip, GroupedEightBit
 from quantkit.kernels.linear.weight import CHUNK
 
 _ROUNDED_BEFORE = ("token", "block", "outliers")
+_HALF_DEPTH = tl.constexpr(32)  # inputs of a step in 16 bits: operands of more do not fit beside two sums of integers
 
 
 @triton.jit
@@ -127,8 +128,9 @@ def _scaled(
                 total = add_gathered(total, x, outliers, count, weight_rows, source, here, x_stride, split, splits, 0,
                                      DTYPE, INTERPRET)  # fmt: skip
             else:
-                total = product_in_half(x, weight_rows, source, here, first, last, inputs, x_stride, OUTPUTS, TOKENS,
-                                        128, 2, DTYPE, INTERPRET)  # fmt: skip
+                total = product_in_half(x, weight_rows, source, here, first * (128 // _HALF_DEPTH),
+                                        last * (128 // _HALF_DEPTH), inputs, x_stride, OUTPUTS, TOKENS, _HALF_DEPTH, 2,
+                                        DTYPE, INTERPRET)  # fmt: skip
         total *= tl.load(scales + row)[:, None]
     return total
 
