@@ -34,11 +34,13 @@ from quantkit.errors import InputError
 from quantkit.kernels.attention import prefill_hopper as hopper
 from quantkit.kernels.attention.cache import EIGHT_BIT, LARGEST_GROUP, CacheLayout, check_words, layout_of
 from quantkit.kernels.attention.decode import launch_decode
+from quantkit.kernels.attention.decode_integers import launch_decode_integers, takes
 from quantkit.kernels.attention.decode_plan import (
     LARGEST_ROWS,
     MOST_NODES,
     MOST_PROGRAMS_PER_SM,
     DecodeConfig,
+    IntegerDecodeConfig,
     Scratch,
     choose_splits,
     decode_config,
@@ -210,6 +212,14 @@ def plan(tokens: int, sequences: int, max_queries: int, group: int) -> Plan:
     return Plan(decode_rows=max(ROWS_BESIDE_PREFILL, group), prefill=True)
 
 
+def _check_integers(layout: CacheLayout, chosen: Plan, ancestors: Tensor | None) -> None:
+    if chosen.prefill or ancestors is not None or not takes(layout, chosen.decode_rows):
+        raise InputError(
+            "attention: tokens as rows are for caches of integers, one new token a sequence, up to 8 query heads per "
+            "KV head and no ancestors; leave `decode` out"
+        )
+
+
 def _scratch_for(given: Scratch | None, device: torch.device, needed: dict[str, int]) -> Scratch:
     if given is None:
         return Scratch.allocate(device, **needed)
@@ -283,7 +293,12 @@ def attend(
         parts = splits or choose_splits(pairs, bound, card.processors * config.programs_per_sm, config.block_n)
         needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
         space = _scratch_for(scratch, q.device, needed)
-        launch_decode((*tensors, ancestors), scalars, space, layout, group, chosen.decode_rows, pairs, parts, config)
+        cut = (scalars, space, layout, group, chosen.decode_rows, pairs, parts)
+        if isinstance(config, IntegerDecodeConfig):
+            _check_integers(layout, chosen, ancestors)
+            launch_decode_integers(tensors, *cut, config)
+        else:
+            launch_decode((*tensors, ancestors), *cut, config)
     if chosen.prefill:
         caches = (cache_k, cache_v)
         fast = sinks is None and hopper.supports(

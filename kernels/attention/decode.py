@@ -5,9 +5,7 @@ Meaning  `reference.attention.attend`
 Limits   new tokens of a sequence * query heads per KV head at most 64 (BLOCK_M); longer ones are left alone
 
 One program serves one (sequence, KV head, split): the new tokens times the query heads of that KV head are the rows of
-its matrices, so a key is read once. Each sequence divides its own context over the splits; a program without a share
-exits at once. Every split leaves its weighted sum, its largest score and its sum of weights in a scratch buffer and
-takes a ticket; who takes the last one adds the splits up in their order, so results do not depend on who that was.
+its matrices, so a key is read once. `meeting.py` says how splits share a context.
 
 With `ancestors`, new tokens are nodes of a tree, and a row's bits say which of them it sees. Bit 62 belongs to no node:
 it stands for all old tokens, so that one test per score is enough.
@@ -26,7 +24,6 @@ from quantkit.kernels.attention.decode_plan import MOST_NODES, DecodeConfig, Scr
 from quantkit.kernels.attention.integer_tiles import (
     VALUE_FACTOR,
     bytes_to_half,
-    channels,
     high_to_half,
     join_halves,
     load_half,
@@ -36,6 +33,7 @@ from quantkit.kernels.attention.integer_tiles import (
     part_of_word,
     scaled,
 )
+from quantkit.kernels.attention.meeting import meet, part_of_context
 from quantkit.kernels.attention.tiles import (
     LOG2_E,
     LOWEST,
@@ -51,69 +49,6 @@ from quantkit.kernels.attention.tiles import (
 from quantkit.kernels.chain import chained, wait_for_last
 
 OLD_BIT = tl.constexpr(MOST_NODES)  # of a row's ancestors: all old tokens
-TILES_ALONE = tl.constexpr(3)  # that are not divided: meeting takes longer (H200, 160 tokens: 5.3 us, divided 6.7)
-
-
-@triton.jit
-def _combine(
-    partial,
-    stats,
-    splits,
-    rows,
-    ROWS: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The output [ROWS, PADDED_DIM] of all splits of one sequence and head, CHUNK splits at a time in their order."""
-    row = tl.arange(0, ROWS)
-    columns = tl.arange(0, PADDED_DIM)
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for base in range(0, splits, CHUNK):
-        split = base + tl.arange(0, CHUNK)
-        inside = (split < splits)[:, None] & (row < rows)[None, :]  # [CHUNK, ROWS]
-        place = split[:, None] * rows + row[None, :]
-        # .cg: past the first-level cache, which other multiprocessors do not write to
-        sums = tl.load(
-            partial + place[:, :, None] * PADDED_DIM + columns[None, None, :],
-            mask=inside[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        tops = tl.load(stats + place * 2, mask=inside, other=LOWEST, cache_modifier=".cg")
-        weights = tl.load(stats + place * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
-        highest = tl.maximum(top, tl.max(tops, axis=0))
-        shrink = tl.exp2(top - highest)
-        share = tl.exp2(tops - highest[None, :])
-        total = total * shrink + tl.sum(weights * share, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(sums * share[:, :, None], axis=0)
-        top = highest
-    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-
-@triton.jit
-def _store_rows(
-    out,
-    values,
-    first,
-    head,
-    out_token,
-    out_head,
-    rows,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    v_scale,
-):
-    """Row r of `values` is query head r % GROUP of new token r // GROUP."""
-    row = tl.arange(0, values.shape[0])
-    columns, real = channels(HEAD_DIM, values.shape[1], BITS)
-    if BITS == 0 and v_scale is not None:
-        values = values * tl.load(v_scale + head)
-    place = (first + row // GROUP).to(tl.int64) * out_token + (head * GROUP + row % GROUP) * out_head
-    inside = (row < rows)[:, None] & real[None, :]
-    tl.store(out + place[:, None] + columns[None, :], values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits", "table_stride", "window"])
@@ -173,17 +108,11 @@ def _decode(
     oldest = 0  # the first token that any of the rows looks at
     if window is not None:
         oldest = tl.maximum(context - new - window + 1, 0)
-    bottom = oldest // BLOCK_N
-    tiles = tl.cdiv(context, BLOCK_N) - bottom
-    share = tl.where(tiles <= TILES_ALONE, tiles, tl.cdiv(tiles, splits))
-    used = tl.cdiv(tiles, share)
+    begin, end, used = part_of_context(context, oldest, split, splits, BLOCK_N)
     if split >= used:
         return
-    begin = (bottom + split * share) * BLOCK_N
-    end = tl.minimum(begin + share * BLOCK_N, context)
 
     row = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, PADDED_DIM)
     places = q + (first + row // GROUP).to(tl.int64) * q_token + (head * GROUP + row % GROUP) * q_head
     if BITS == 4:  # a half of the heads at a time, as the cache has them
         queries = for_products(load_half(places, row < rows, ROW, PADDED_ROW), cache_k)
@@ -265,20 +194,8 @@ def _decode(
         lower = acc + tl.sum(lower_middles, axis=1)[:, None]
         upper_acc = upper_acc * (1.0 / VALUE_FACTOR) + tl.sum(upper_middles, axis=1)[:, None]
         acc = join_halves(lower, upper_acc, BLOCK_M, PADDED_DIM)
-    if used == 1:
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        _store_rows(out, acc, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, BITS, v_scale)
-    else:
-        base = (pair * splits).to(tl.int64) * MAX_ROWS  # of this pair; its splits lie `rows` rows apart
-        place = base + split * rows + row
-        tl.store(partial + place[:, None] * PADDED_DIM + columns[None, :], acc, mask=(row < rows)[:, None])
-        tl.store(stats + place * 2, top * steep, mask=row < rows)
-        tl.store(stats + place * 2 + 1, total, mask=row < rows)
-        tl.debug_barrier()  # one thread takes the ticket for what all threads stored
-        if tl.atomic_add(tickets + pair, 1, sem="acq_rel") == used - 1:
-            tl.store(tickets + pair, 0)
-            result = _combine(partial + base * PADDED_DIM, stats + base * 2, used, rows, ROWS, PADDED_DIM, CHUNK)
-            _store_rows(out, result, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, BITS, v_scale)
+    meet(acc, top * steep, total, out, v_scale, partial, stats, tickets, first, pair, head, split, splits, used, rows,
+         out_token, out_head, GROUP, HEAD_DIM, PADDED_DIM, BITS, MAX_ROWS, ROWS, CHUNK)  # fmt: skip
 
 
 def decode_constants(layout: CacheLayout, group: int, max_rows: int, config: DecodeConfig) -> dict[str, int]:

@@ -25,6 +25,23 @@ class DecodeConfig:
     programs_per_sm: int
 
 
+@dataclass(frozen=True)
+class IntegerDecodeConfig(DecodeConfig):
+    """The same for tokens as rows over a cache of integers (`decode_integers.py`)."""
+
+
+# Compiled without spilling for a head of 128. Nobody has timed them:
+# `python -m quantkit.eval.kernels.decode_ways int8 int4` does.
+INTEGERS_TRIED = (
+    IntegerDecodeConfig(32, 1, 3, 4),
+    IntegerDecodeConfig(32, 1, 4, 8),
+    IntegerDecodeConfig(64, 1, 3, 4),
+    IntegerDecodeConfig(64, 1, 2, 8),
+    IntegerDecodeConfig(64, 2, 3, 2),
+    IntegerDecodeConfig(64, 2, 3, 4),
+)
+
+
 def decode_config(
     padded_dim: int,
     itemsize: int,

@@ -9,7 +9,13 @@ from quantkit.errors import InputError
 from quantkit.kernels.attention.attend import Plan, attend, make_scratch, plan
 from quantkit.kernels.attention.batches import Batch, random_batch
 from quantkit.kernels.attention.cache import CacheLayout
-from quantkit.kernels.attention.decode_plan import DecodeConfig, choose_splits, decode_config, scratch_needs
+from quantkit.kernels.attention.decode_plan import (
+    INTEGERS_TRIED,
+    DecodeConfig,
+    choose_splits,
+    decode_config,
+    scratch_needs,
+)
 from quantkit.kernels.attention.integer_codes import BY_NAME
 from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
@@ -105,6 +111,54 @@ def test_splits_over_integers(kind: str, device: str) -> None:
     check(batch, splits=3, decode=SMALL)
 
 
+TOKENS_AS_ROWS: dict[str, dict[str, Any]] = {
+    "ends inside a page": {"contexts": [100, 17, 33]},
+    "padding": {"contexts": [40, 0, 50, 1], "new": [1, 0, 1, 1]},
+    "group 7": {"contexts": [70], "group": 7, "kv_heads": 1},
+    "group 8, sinks": {"contexts": [70, 1], "group": 8, "kv_heads": 1, "sinks": True},
+    "dim 96": {"contexts": [70, 20], "head_dim": 96, "kv_heads": 3, "group": 1},
+    "dim 256, soft cap": {"contexts": [70, 20], "head_dim": 256, "kv_heads": 1, "soft_cap": 5.0},
+    "pages of 128, window": {"contexts": [300, 20], "page_size": 128, "window": 100},
+}
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+@pytest.mark.parametrize("name", TOKENS_AS_ROWS)
+def test_tokens_as_rows(name: str, kind: str, device: str) -> None:
+    case = {"head_dim": 128, **TOKENS_AS_ROWS[name]}
+    new = case.pop("new", [1] * len(case["contexts"]))
+    for dtype in dtypes(device):
+        batch = random_batch(**case, new=new, dtype=dtype, cache_dtype=BY_NAME[kind].dtype, device=device)
+        check(batch, decode=INTEGERS_TRIED[0])
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+@pytest.mark.parametrize("way", INTEGERS_TRIED, ids=str)
+def test_splits_of_tokens_as_rows(way: DecodeConfig, kind: str, device: str) -> None:
+    batch = random_batch([300, 17], [1, 1], head_dim=128, kv_heads=1, cache_dtype=BY_NAME[kind].dtype, device=device)
+    check(batch, launches=2, splits=3, decode=way)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_tokens_as_rows_keep_what_is_not_a_number(bad: float, device: str) -> None:
+    batch = random_batch([40, 20], [1, 1], head_dim=128, cache_dtype=torch.int8, device=device)
+    batch.tensors[0][0, 3, 5] = bad
+    found = attend(*batch.tensors, **batch.options, max_queries=1, decode=INTEGERS_TRIED[0])
+    assert found[0, 3].isnan().all()
+    assert found.isfinite().sum() == found.numel() - 128
+
+
+@pytest.mark.parametrize(
+    "change", [{"new": [2, 1]}, {"group": 16}, {"cache_dtype": None}, {"head_dim": 64}, {"ancestors": True}]
+)
+def test_tokens_as_rows_are_for_few_queries_over_integers(change: dict[str, Any], device: str) -> None:
+    case = {"new": [1, 1], "head_dim": 128, "cache_dtype": torch.uint8} | change
+    batch = random_batch([40, 20], **case, device=device)
+    with pytest.raises(InputError, match="tokens as rows are for caches of integers"):
+        attend(*batch.tensors, **batch.options, max_queries=batch.max_queries, decode=INTEGERS_TRIED[0])
+
+
 def test_integers_need_their_words(device: str) -> None:
     batch = random_batch([40], [1], cache_dtype=torch.int8, device=device)
     q, keys, values, *rest = batch.tensors
@@ -134,6 +188,15 @@ def test_splits_within_a_window(device: str) -> None:
 @pytest.mark.parametrize("pages", [300, pytest.param(2000, marks=pytest.mark.long)])
 def test_hundreds_of_pages(pages: int, dtype: torch.dtype, device: str) -> None:
     check(random_batch([16 * pages, 15], [1, 1], kv_heads=1, group=2, cache_dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+@pytest.mark.parametrize("pages", [300, pytest.param(4000, marks=pytest.mark.gpu)])
+def test_hundreds_of_pages_with_tokens_as_rows(pages: int, kind: str, device: str) -> None:
+    """Offsets of codes add up, and are taken away at the end."""
+    contexts, cache = [16 * pages, 15], BY_NAME[kind].dtype
+    batch = random_batch(contexts, [1, 1], kv_heads=1, group=2, head_dim=128, cache_dtype=cache, device=device)
+    check(batch, splits=1, decode=INTEGERS_TRIED[0])
 
 
 def test_many_sequences_over_eight_bits(device: str) -> None:

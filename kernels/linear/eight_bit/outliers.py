@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.digits import ROUND
 from quantkit.kernels.linear.eight_bit.weight import EightBitWeight
 from quantkit.kernels.linear.weight import TICKETS
 from quantkit.kernels.linear.weight_only.assembly import TRITON
@@ -32,7 +33,6 @@ assert 1 + MOST_INPUTS // 32 <= TICKETS
 _MOST_HELD = 32768  # columns of a row that one program holds in registers; the rest of a longer one is read twice
 _GATHERED_ROWS = 64  # of weights, by one program
 _MOST_WORDS = tl.constexpr(MOST_INPUTS // 32)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to whole numbers, halves to even
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.kernels.card import card_of
 from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.digits import ROUND
 from quantkit.kernels.linear.eight_bit.outliers import (
     FEW_TOKENS,
     MOST_INPUTS,
-    ROUND,
     DenseOutliers,
     find_few,
     is_outlier,

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.kernels.chain import chained, wait_for_last
+from quantkit.kernels.digits import times_digits, two_digits
 from quantkit.kernels.linear.arguments import check_arguments
-from quantkit.kernels.linear.dot import dot
-from quantkit.kernels.linear.eight_bit.outliers import ROUND
 from quantkit.kernels.linear.splits import add_in_order, cut, store_tile
 from quantkit.kernels.linear.weight import CHUNK, Kernel
 from quantkit.kernels.linear.weight_only.assembly import TRITON
@@ -34,7 +33,6 @@ from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 NAME = "weight-only matmul in fixed point"
 CHANGING = ("tokens", "chunks", "per_split", "splits")  # from call to call: not worth a compilation each
-_LARGEST = tl.constexpr(127.0 * 256.0)  # whole number, so that 127 is the largest high byte
 _CHUNKS_OF_PROGRAM = 8  # that one program turns into fixed point
 # The high half of every byte as 16 (code - 8): (word & 0xF0F0F0F0) ^ 0x80808080 in one instruction.
 _CENTRED = tl.constexpr("lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;")
@@ -87,17 +85,13 @@ def _to_fixed_point(
     column = chunk[:, None] * 128 + _places(KIND)[None, :]
     wait_for_last(CHAINED)
     value = tl.load(x + token * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(value), axis=1)
-    inverse = _LARGEST / tl.where(largest > 0, largest, 1.0)
-    whole = ((value * inverse[:, None] + ROUND) - ROUND).to(tl.int32)
-    high = (whole + 128) >> 8
+    high, low, step, total = two_digits(value, 1)
     here = chunk < chunks
     at = codes + (token * chunks + chunk)[:, None] * 256 + tl.arange(0, 128)[None, :]
-    tl.store(at, high.to(tl.int8), mask=here[:, None])
-    tl.store(at + 128, (whole - high * 256).to(tl.int8), mask=here[:, None])
-    strange = tl.sum(value * 0.0, axis=1)  # what is not finite must not become an ordinary number
-    tl.store(scales + token * chunks + chunk, largest / _LARGEST + strange, mask=here)
-    tl.store(sums + token * chunks + chunk, tl.sum(whole, axis=1), mask=here)
+    tl.store(at, high, mask=here[:, None])
+    tl.store(at + 128, low, mask=here[:, None])
+    tl.store(scales + token * chunks + chunk, step, mask=here)
+    tl.store(sums + token * chunks + chunk, total, mask=here)
 
 
 @triton.jit
@@ -177,11 +171,7 @@ def _fixed_point(
         factor = tl.load(scales + group * rows + row).to(tl.float32)
         x_factor = tl.load(x_scales + seen + chunk)
         tile = codes + (seen + chunk)[None, :] * 256 + column[:, None]  # [128, TOKENS]
-        above, below = tl.load(tile), tl.load(tile + 128)
-        total = (
-            dot(weight, above, INTERPRET).to(tl.int32) * 256
-        )  # exact under the interpreter, too: 128 bytes times bytes
-        total += dot(weight, below, INTERPRET).to(tl.int32)
+        total = times_digits(weight, tl.load(tile), tl.load(tile + 128), INTERPRET)
         if HAS_ZEROS:
             zero = ((tl.load(zeros + group * rows + row) & 255) - MIDDLE) * STEP
             total -= zero[:, None] * tl.load(x_sums + seen + chunk)[None, :]

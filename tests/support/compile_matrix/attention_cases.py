@@ -4,6 +4,7 @@ both, guesses, many answers; trees of guesses; caches of more elements than 32 b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from compile_matrix.attention_batch import (
 )
 from compile_matrix.case import FLOAT8, Case
 from pairwise import cover
+from quantkit.kernels.attention.decode_plan import INTEGERS_TRIED
 from quantkit.kernels.attention.integer_codes import BY_DTYPE
 from quantkit.kernels.card import Card
 
@@ -46,6 +48,18 @@ def attention_cases(card: Card) -> Iterator[Case]:
             yield Case(f"attention of {count} answers {kept}", launch)
         launch = lambda dtype, kept=kept: launch_attention([9, 9], Heads(cache_dtype=kept), dtype, ancestors=True)  # noqa: E731
         yield Case(f"attention of trees {kept}", launch)
+    yield from _integer_cases()
+
+
+def _integer_cases() -> Iterator[Case]:
+    """Tokens as rows: every candidate, some beside other heads and what changes scores."""
+    for kept, config in product(BY_DTYPE, INTEGERS_TRIED):
+        launch = lambda dtype, kept=kept, how=config: launch_attention([1] * 9, Heads(128, 4, kept), dtype, decode=how)  # noqa: E731
+        yield Case(f"attention of rows {kept} {config}", launch, tried=True)
+    for (size, group), kept, special in cover(((96, 1), (128, 7), (128, 8), (256, 2)), tuple(BY_DTYPE), _SPECIAL):
+        heads, how = Heads(size, group, kept), special | {"decode": INTEGERS_TRIED[0], "splits": 2}
+        launch = lambda dtype, heads=heads, how=how: launch_attention([1] * 9, heads, dtype, **how)  # noqa: E731
+        yield Case(f"attention of rows {size} x {group} {kept} {special}", launch, tried=True)
 
 
 def _latent_cases(caches: tuple[torch.dtype | None, ...]) -> Iterator[Case]:
