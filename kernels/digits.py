@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantkit.kernels.linear.dot import dot
+
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to whole numbers, halves to even
 _LARGEST = tl.constexpr(127.0 * 256.0)  # whole number, so that 127 is the largest high digit
 
@@ -25,11 +27,6 @@ def two_digits(value, AXIS: tl.constexpr):
 
 @triton.jit
 def times_digits(codes, high, low, INTERPRET: tl.constexpr):
-    """codes @ (256 high + low) of int8, exactly: int32. The interpreter, which has no products of integers, is exact up
-    to 1,024 of them."""
-    if INTERPRET:
-        codes = codes.to(tl.float32)
-        above = tl.dot(codes, high.to(tl.float32), input_precision="ieee").to(tl.int32)
-        return above * 256 + tl.dot(codes, low.to(tl.float32), input_precision="ieee").to(tl.int32)
-    else:
-        return tl.dot(codes, high, out_dtype=tl.int32) * 256 + tl.dot(codes, low, out_dtype=tl.int32)
+    """codes @ (256 high + low) of int8, exactly: int32. The interpreter, which multiplies floats, is exact up to 1,024
+    inputs."""
+    return dot(codes, high, INTERPRET).to(tl.int32) * 256 + dot(codes, low, INTERPRET).to(tl.int32)

@@ -20,7 +20,7 @@ from quantkit.eval.kernels.timing import Clock, clock_for
 from quantkit.kernels.attention.attend import attend
 from quantkit.kernels.attention.batches import Batch, random_batch
 from quantkit.kernels.attention.decode_plan import INTEGERS_TRIED, DecodeConfig
-from quantkit.kernels.attention.integer_codes import BY_NAME
+from quantkit.kernels.attention.integer_codes import BY_DTYPE, BY_NAME
 from quantkit.kernels.reference.compare import relative_error
 
 _BATCHES = "1x8192,32x1024,64x1024,256x1024,256x4096"
@@ -62,7 +62,7 @@ def _batches(
     sequences: int, context: int, dtype: torch.dtype, kept: torch.dtype | None, clock: Clock, heads: Heads
 ) -> list[Batch]:
     """So many that none finds its keys in the second-level cache."""
-    bits = 16 if kept is None else next(codes.bits for codes in BY_NAME.values() if codes.dtype == kept)
+    bits = 16 if kept is None else BY_DTYPE[kept].bits
     size = 2 * sequences * context * heads.kv_heads * heads.head_dim * bits // 8
     return [
         random_batch(

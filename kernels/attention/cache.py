@@ -78,6 +78,11 @@ class CacheLayout:
         return 1 << (self.head_dim - 1).bit_length()
 
     @property
+    def padded_row(self) -> int:
+        """Elements of one token and head as the kernels hold them."""
+        return self.padded_dim if self.codes is None else self.codes.row_bytes(self.padded_dim)
+
+    @property
     def needs_wide_offsets(self) -> bool:
         """Whether the offset of an element does not fit an int32."""
         return self.pages * self.kv_heads * self.stride >= 2**31
@@ -92,7 +97,7 @@ class CacheLayout:
             "WIDE": self.needs_wide_offsets,
             "BITS": 0 if self.codes is None else self.codes.bits,
             "ROW": self.row,
-            "PADDED_ROW": self.padded_dim if self.codes is None else self.codes.row_bytes(self.padded_dim),
+            "PADDED_ROW": self.padded_row,
             "HEAD_STRIDE": self.stride,
             "HEAD_WORDS": self.head_words,
         }

@@ -33,7 +33,7 @@ from quantkit.kernels.attention.integer_tiles import (
     part_of_word,
     scaled,
 )
-from quantkit.kernels.attention.meeting import meet, part_of_context
+from quantkit.kernels.attention.meeting import constants_of, meet, part_of_context, place_of_program
 from quantkit.kernels.attention.tiles import (
     LOG2_E,
     LOWEST,
@@ -95,13 +95,7 @@ def _decode(
     CHAINED: tl.constexpr,
 ):
     wait_for_last(CHAINED)
-    split = tl.program_id(0) % splits
-    pair = tl.program_id(0) // splits  # of a sequence and a KV head
-    sequence = pair // KV_HEADS
-    head = pair % KV_HEADS
-    first = tl.load(starts + sequence)
-    new = tl.load(starts + sequence + 1) - first
-    context = tl.load(contexts + sequence)
+    split, pair, sequence, head, first, new, context = place_of_program(starts, contexts, splits, KV_HEADS)
     rows = new * GROUP
     if (rows > MAX_ROWS) | (rows <= 0):
         return
@@ -198,19 +192,6 @@ def _decode(
          out_token, out_head, GROUP, HEAD_DIM, PADDED_DIM, BITS, MAX_ROWS, ROWS, CHUNK)  # fmt: skip
 
 
-def decode_constants(layout: CacheLayout, group: int, max_rows: int, config: DecodeConfig) -> dict[str, int]:
-    """What the kernel is compiled for."""
-    rows = triton.next_power_of_2(max_rows)
-    return layout.constants() | {
-        "GROUP": group,
-        "BLOCK_M": max(16, rows),  # the smallest that a matrix instruction takes
-        "BLOCK_N": config.block_n,
-        "MAX_ROWS": max_rows,
-        "ROWS": rows,
-        "CHUNK": max(1, min(64, config.num_warps * 1024 // (rows * layout.padded_dim))),  # 32 registers a thread
-    }
-
-
 def launch_decode(
     tensors: tuple[Tensor | None, ...],
     scalars: tuple[Any, ...],
@@ -230,7 +211,8 @@ def launch_decode(
         scratch.tickets,
         *scalars,
         splits,
-        **decode_constants(layout, group, max_rows, config),
+        **constants_of(layout, group, max_rows, config),
+        BLOCK_M=max(16, triton.next_power_of_2(max_rows)),  # the smallest that a matrix instruction takes
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **chained(scratch.partial.device),

@@ -30,7 +30,7 @@ from quantkit.kernels.attention.integer_words import (
     low_nibbles,
     nibble_operands,
 )
-from quantkit.kernels.attention.meeting import meet, part_of_context
+from quantkit.kernels.attention.meeting import constants_of, meet, part_of_context, place_of_program
 from quantkit.kernels.attention.tiles import (
     INTERPRETED,
     LOG2_E,
@@ -50,7 +50,7 @@ _FEWEST_WORDS = 16  # of a row of the cache, which are rows of a product
 
 def takes(layout: CacheLayout, rows: int) -> bool:
     """Whether sequences of up to `rows` rows over such a cache can go this way."""
-    return layout.codes is not None and rows <= COLUMNS.value and layout.constants()["PADDED_ROW"] >= 4 * _FEWEST_WORDS
+    return layout.codes is not None and rows <= COLUMNS.value and layout.padded_row >= 4 * _FEWEST_WORDS
 
 
 @triton.jit
@@ -151,13 +151,7 @@ def _decode_integers(
     CHAINED: tl.constexpr,
 ):
     wait_for_last(CHAINED)
-    split = tl.program_id(0) % splits
-    pair = tl.program_id(0) // splits  # of a sequence and a KV head
-    sequence = pair // KV_HEADS
-    head = pair % KV_HEADS
-    first = tl.load(starts + sequence)
-    new = tl.load(starts + sequence + 1) - first
-    context = tl.load(contexts + sequence)
+    split, pair, sequence, head, first, new, context = place_of_program(starts, contexts, splits, KV_HEADS)
     if new != 1:
         return
     oldest = 0  # the first token that the new one looks at
@@ -188,9 +182,10 @@ def _decode_integers(
         top = tl.where(split == 0, sink_scores(sinks, head, steep, GROUP, COLUMNS), top)
         weights += tl.where((tl.arange(0, BLOCK_N) == 0) & (split == 0), 1.0, 0.0)[:, None]
     sums = _empty_sums(WORDS)
-    upper_sums = _empty_sums(WORDS)
-    middles = tl.zeros([BLOCK_N, COLUMNS], tl.float32)  # summed after the loop, too
-    upper_middles = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+    if BITS == 4:
+        upper_sums = _empty_sums(WORDS)
+        middles = tl.zeros([BLOCK_N, COLUMNS], tl.float32)  # summed after the loop, too
+        upper_middles = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     pages = load_pages(table, begin, oldest, end, PAGE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         following = load_pages(table, start + BLOCK_N, oldest, end, PAGE, BLOCK_N)
@@ -260,7 +255,6 @@ def launch_decode_integers(
     config: IntegerDecodeConfig,
 ) -> None:
     """Launches what `attend` has checked; `tensors` and `scalars` are the kernel's arguments in their order."""
-    rows = triton.next_power_of_2(max_rows)
     _decode_integers[(pairs * splits,)](
         *tensors,
         scratch.partial,
@@ -268,12 +262,7 @@ def launch_decode_integers(
         scratch.tickets,
         *scalars,
         splits,
-        **layout.constants(),
-        GROUP=group,
-        BLOCK_N=config.block_n,
-        MAX_ROWS=max_rows,
-        ROWS=rows,
-        CHUNK=max(1, min(64, config.num_warps * 1024 // (rows * layout.padded_dim))),  # 32 registers a thread
+        **constants_of(layout, group, max_rows, config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **chained(scratch.partial.device),

@@ -10,10 +10,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantkit.kernels.attention.cache import CacheLayout
+from quantkit.kernels.attention.decode_plan import DecodeConfig
 from quantkit.kernels.attention.integer_tiles import channels
 from quantkit.kernels.attention.tiles import LOWEST
 
 TILES_ALONE = tl.constexpr(3)  # that are not divided: meeting takes longer (H200, 160 tokens: 5.3 us, divided 6.7)
+
+
+@triton.jit
+def place_of_program(starts, contexts, splits, KV_HEADS: tl.constexpr):
+    """(split, pair, sequence, head, first, new, context): which split this program is of which pair of a sequence and a
+    KV head; the first of its new tokens, how many there are, and all of its tokens."""
+    split = tl.program_id(0) % splits
+    pair = tl.program_id(0) // splits
+    sequence = pair // KV_HEADS
+    first = tl.load(starts + sequence)
+    new = tl.load(starts + sequence + 1) - first
+    return split, pair, sequence, pair % KV_HEADS, first, new, tl.load(contexts + sequence)
 
 
 @triton.jit
@@ -134,3 +148,15 @@ def meet(
             tl.store(tickets + pair, 0)
             result = _combine(partial + base * PADDED_DIM, stats + base * 2, used, rows, ROWS, PADDED_DIM, CHUNK)
             _store_rows(out, result, first, head, out_token, out_head, rows, GROUP, HEAD_DIM, BITS, v_scale)
+
+
+def constants_of(layout: CacheLayout, group: int, max_rows: int, config: DecodeConfig) -> dict[str, int]:
+    """What a kernel whose programs meet here is compiled for."""
+    rows = triton.next_power_of_2(max_rows)
+    return layout.constants() | {
+        "GROUP": group,
+        "BLOCK_N": config.block_n,
+        "MAX_ROWS": max_rows,
+        "ROWS": rows,
+        "CHUNK": max(1, min(64, config.num_warps * 1024 // (rows * layout.padded_dim))),  # 32 registers a thread
+    }
