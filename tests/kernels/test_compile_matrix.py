@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from compile_matrix.loops import loops_of
 from quantkit.kernels.card import KNOWN
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,36 @@ def test_the_matrix_assembles_and_fits(part: int) -> None:
     found = report("--turns", "--part", f"{part}/8")
     assert found["troubles"] == []
     assert found["pairs"] > 300
+
+
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;              /* 0x00000a00ff017624 */
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;             /* 0x0000000102027810 */
+        /*0020*/                   ISETP.GE.AND P0, PT, R2, R3, PT ;   /* 0x000000030200720c */
+        /*0030*/              @!P0 BRA 0x10 ;                          /* 0xffffffd000008947 */
+        /*0040*/               @P1 BRA 0x60 ;                          /* 0x0000001000001947 */
+        /*0050*/                   IADD3 R4, R4, 0x1, RZ ;             /* 0x0000000104047810 */
+        /*0060*/                   BRA 0x60;                           /* 0xfffffff000007947 */
+"""
+
+
+def test_loops_are_counted() -> None:
+    """From a branch's target to the branch; neither one that leads on, nor the one to itself that ends every kernel."""
+    assert loops_of(SASS) == [3]
+
+
+@pytest.mark.long
+def test_tokens_as_rows_take_fewer_instructions() -> None:
+    """As docs/explanations/kernels.md has it: tiles of 32 tokens, programs of one warp."""
+    default = run("-m", "compile_matrix.loops", "--only", "attention of 400 answers torch.int8")
+    rows = run(
+        "-m",
+        "compile_matrix.loops",
+        "--only",
+        "rows torch.int8 IntegerDecodeConfig(block_n=32, num_warps=1, num_stages=3",
+    )
+    longest = [max(json.loads(line[line.rindex("[") :])) for line in (rows.strip(), default.strip())]
+    assert longest[0] < longest[1] / 2
 
 
 @pytest.mark.long
