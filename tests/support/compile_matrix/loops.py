@@ -68,8 +68,11 @@ def main() -> None:
     parser.add_argument("--only", required=True, help="cases whose name has this in it")
     parser.add_argument("--card", choices=KNOWN, default="sm_90")
     given = parser.parse_args()
-    for case, kernel, loops in loops_of_case(given.only, KNOWN[given.card]):
-        print(f"{case}: {kernel} {loops}", flush=True)
+    found = loops_of_case(given.only, KNOWN[given.card])
+    if not found:
+        parser.error(f"no case has '{given.only}' in its name")
+    for case, kernel, loops in found:
+        print(f"{case}: {kernel} {loops}")
 
 
 if __name__ == "__main__":
