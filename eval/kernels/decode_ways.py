@@ -2,8 +2,8 @@
 
     python -m quantkit.eval.kernels.decode_ways int8 int4 --batch 32x1024,256x1024
 
-Heads are those of Llama 3.1 8B. A way whose result is not that of the default is named and not timed. Where one of
-`INTEGERS_TRIED` wins, it belongs into `decode_config`.
+Heads are those of Llama 3.1 8B. A way whose result is not that of the first is named and not timed. Where one of
+`INTEGERS_TRIED` wins by more than noise, it belongs into `integer_decode_config`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import triton
 from torch import Tensor
 
 from quantkit.eval.kernels.timing import Clock, clock_for
 from quantkit.kernels.attention.attend import attend
 from quantkit.kernels.attention.batches import Batch, random_batch
-from quantkit.kernels.attention.decode_plan import INTEGERS_TRIED, DecodeConfig
+from quantkit.kernels.attention.decode_plan import (
+    INTEGERS_TRIED,
+    DecodeConfig,
+    decode_config,
+    integer_decode_config,
+)
 from quantkit.kernels.attention.integer_codes import BY_DTYPE, BY_NAME
+from quantkit.kernels.card import card_of
 from quantkit.kernels.reference.compare import relative_error
 
 _BATCHES = "1x8192,32x1024,64x1024,256x1024,256x4096"
-_LARGEST_ERROR = 1e-2  # from the default way's result: both round
+_LARGEST_ERROR = 1e-2  # from the first way's result: both round
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,25 @@ class Line:
 
 
 def lines_of(cache: str, sequences: int, context: int, clock: Clock, heads: Heads = Heads()) -> Iterator[Line]:
-    """The default way, then every other; a cache of 16 bits has no other."""
+    """Query heads as rows, then tokens as rows in every way; a cache of 16 bits has only one."""
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float16  # what the interpreter can multiply
     kept = None if cache == "16-bit" else BY_NAME[cache].dtype
     batches = _batches(sequences, context, dtype, kept, clock, heads)
-    ways: tuple[DecodeConfig | None, ...] = (None,) if kept is None else (None, *INTEGERS_TRIED)
-    expected = _decode(batches[0], None)
-    for way in ways:
+    ways = {"query heads as rows": None} if kept is None else _ways(BY_NAME[cache].bits, sequences, clock.device, heads)
+    expected = _decode(batches[0], next(iter(ways.values())))
+    for name, way in ways.items():
         error = relative_error(_decode(batches[0], way), expected)
         wrong = not error < _LARGEST_ERROR  # NaN is wrong, too
         time = None if wrong else clock.time([partial(_decode, batch, way) for batch in batches]).median
-        yield Line(cache, "default" if way is None else f"rows {way}", time, error)
+        yield Line(cache, name, time, error)
+
+
+def _ways(bits: int, sequences: int, device: torch.device, heads: Heads) -> dict[str, DecodeConfig | None]:
+    card, pairs = card_of(device), sequences * heads.kv_heads
+    shape = (triton.next_power_of_2(heads.head_dim), 1, heads.group, pairs, card.processors)
+    chosen = integer_decode_config(shape[0], bits, pairs)
+    tried = {f"{config}{', default' if config == chosen else ''}": config for config in INTEGERS_TRIED}
+    return {"query heads as rows": decode_config(*shape, card, integers=True), **tried}
 
 
 def _batches(

@@ -44,6 +44,7 @@ from quantkit.kernels.attention.decode_plan import (
     Scratch,
     choose_splits,
     decode_config,
+    integer_decode_config,
     scratch_needs,
 )
 from quantkit.kernels.attention.prefill import PrefillConfig, launch_prefill, prefill_config
@@ -212,8 +213,8 @@ def plan(tokens: int, sequences: int, max_queries: int, group: int) -> Plan:
     return Plan(decode_rows=max(ROWS_BESIDE_PREFILL, group), prefill=True)
 
 
-def _check_integers(layout: CacheLayout, chosen: Plan, ancestors: Tensor | None) -> None:
-    if chosen.prefill or ancestors is not None or not takes(layout, chosen.decode_rows):
+def _check_integers(as_rows: bool) -> None:
+    if not as_rows:
         raise InputError(
             "attention: tokens as rows are for caches of integers, one new token a sequence, up to 8 query heads per "
             "KV head and no ancestors; leave `decode` out"
@@ -289,13 +290,16 @@ def attend(
         pairs, card = sequences * layout.kv_heads, card_of(q.device)
         kind = (layout.padded_dim, layout.dtype.itemsize, chosen.decode_rows)
         integers = layout.codes is not None
+        as_rows = max_queries == 1 and ancestors is None and takes(layout, chosen.decode_rows)
+        if decode is None and as_rows and layout.codes is not None:
+            decode = integer_decode_config(layout.padded_dim, layout.codes.bits, pairs)
         config = decode or decode_config(*kind, pairs, card.processors, card, integers=integers)
         parts = splits or choose_splits(pairs, bound, card.processors * config.programs_per_sm, config.block_n)
         needed = scratch_needs(pairs, parts, chosen.decode_rows, layout.padded_dim)
         space = _scratch_for(scratch, q.device, needed)
         cut = (scalars, space, layout, group, chosen.decode_rows, pairs, parts)
         if isinstance(config, IntegerDecodeConfig):
-            _check_integers(layout, chosen, ancestors)
+            _check_integers(as_rows)
             launch_decode_integers(tensors, *cut, config)
         else:
             launch_decode((*tensors, ancestors), *cut, config)

@@ -6,7 +6,7 @@ Limits   one new token of a sequence, up to 8 query heads for a KV head, 16 word
 
 In `decode.py` query heads are rows, of which the smallest product has 16, and every code becomes a float16 of its own.
 Here query heads are the columns, of which a product may have 8. Keys are operands as they lie in memory: a query is two
-digits (`digits.py`), and the two sums are exact. Values take one instruction for a code, or less (`integer_words.py`).
+digits (`digits.py`), and the two sums are exact. Values take three instructions for two codes (`integer_words.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from quantkit.kernels.attention.cache import CacheLayout
 from quantkit.kernels.attention.decode_plan import IntegerDecodeConfig, Scratch
 from quantkit.kernels.attention.integer_tiles import VALUE_FACTOR, join_halves, load_words, part_of_word
 from quantkit.kernels.attention.integer_words import (
-    BYTE_OFFSET,
-    HIGH_OFFSET,
-    LOW_OFFSET,
     byte_operands,
     columns_of_words,
     high_nibbles,
@@ -70,37 +67,28 @@ def _nibble_scores(codes, high, low, step, total, scale, middle):
 
 
 @triton.jit
-def _shrunk(sums, shrink):
-    first, second, third, fourth, counts = sums
+def _with_tile(sums, shrink, first_byte, second_byte, third_byte, fourth_byte, weight):
+    """The sums, shrunk, and those of a tile: [words, columns] of every byte of a word."""
+    first, second, third, fourth = sums
     row = shrink[None, :]
-    return first * row, second * row, third * row, fourth * row, counts * row
-
-
-@triton.jit
-def _with_tile(sums, first_byte, second_byte, third_byte, fourth_byte, weight):
-    """The sums and those of a tile: [words, columns] of every byte of a word, and of ones."""
-    first, second, third, fourth, counts = sums
-    ones = tl.full([16, weight.shape[0]], 1.0, tl.float16)
-    first = multiply_add(first_byte, weight, first)
-    second = multiply_add(second_byte, weight, second)
-    third = multiply_add(third_byte, weight, third)
-    fourth = multiply_add(fourth_byte, weight, fourth)
-    return first, second, third, fourth, multiply_add(ones, weight, counts)
+    first = multiply_add(first_byte, weight, first * row)
+    second = multiply_add(second_byte, weight, second * row)
+    third = multiply_add(third_byte, weight, third * row)
+    fourth = multiply_add(fourth_byte, weight, fourth * row)
+    return first, second, third, fourth
 
 
 @triton.jit
 def _empty_sums(WORDS: tl.constexpr):
     zero = tl.zeros([WORDS, COLUMNS], tl.float32)
-    return zero, zero, zero, zero, tl.zeros([16, COLUMNS], tl.float32)
+    return zero, zero, zero, zero
 
 
 @triton.jit
-def _finished(sums, OFFSET: tl.constexpr, WORDS: tl.constexpr):
+def _finished(sums, WORDS: tl.constexpr):
     """[COLUMNS, 4 * WORDS] of values."""
-    first, second, third, fourth, counts = sums
-    found = columns_of_words(first, second, third, fourth, WORDS, COLUMNS)
-    count = tl.max(counts, axis=0)  # all of its rows are the same
-    return (found - (count * OFFSET)[:, None]) * (1.0 / VALUE_FACTOR)
+    first, second, third, fourth = sums
+    return columns_of_words(first, second, third, fourth, WORDS, COLUMNS) * (1.0 / VALUE_FACTOR)
 
 
 @triton.jit
@@ -223,21 +211,20 @@ def _decode_integers(
             middles = middles * shrink[None, :] + weight * part_of_word(v_words, 1)[:, None]
             upper_middles = upper_middles * shrink[None, :] + weight * part_of_word(v_words, 3)[:, None]
             b0, b1, b2, b3, b4, b5, b6, b7 = nibble_operands(values)
-            sums = _with_tile(_shrunk(sums, shrink), b0, b1, b2, b3, _in_half(weight, part_of_word(v_words, 0)))
-            upper_sums = _with_tile(_shrunk(upper_sums, shrink), b4, b5, b6, b7,
-                                    _in_half(weight, part_of_word(v_words, 2)))  # fmt: skip
+            sums = _with_tile(sums, shrink, b0, b1, b2, b3, _in_half(weight, part_of_word(v_words, 0)))
+            upper_sums = _with_tile(upper_sums, shrink, b4, b5, b6, b7, _in_half(weight, part_of_word(v_words, 2)))
         else:
             b0, b1, b2, b3 = byte_operands(values)
-            sums = _with_tile(_shrunk(sums, shrink), b0, b1, b2, b3, _in_half(weight, v_words))
+            sums = _with_tile(sums, shrink, b0, b1, b2, b3, _in_half(weight, v_words))
         top = highest
         pages = following
 
     if BITS == 4:
-        lower = _finished(sums, LOW_OFFSET, WORDS) + tl.sum(middles, axis=0)[:, None]
-        upper = _finished(upper_sums, HIGH_OFFSET, WORDS) + tl.sum(upper_middles, axis=0)[:, None]
+        lower = _finished(sums, WORDS) + tl.sum(middles, axis=0)[:, None]
+        upper = _finished(upper_sums, WORDS) + tl.sum(upper_middles, axis=0)[:, None]
         acc = join_halves(lower, upper, COLUMNS, PADDED_DIM)
     else:
-        acc = _finished(sums, BYTE_OFFSET, WORDS)
+        acc = _finished(sums, WORDS)
     total = tl.sum(weights, axis=0)
     meet(acc, top * steep, total, out, None, partial, stats, tickets, first, pair, head, split, splits, used, GROUP,
          out_token, out_head, GROUP, HEAD_DIM, PADDED_DIM, BITS, MAX_ROWS, ROWS, CHUNK)  # fmt: skip

@@ -1,8 +1,10 @@
 """Tiles of a cache of integers as products take them where tokens are rows; `integer_codes.py` has the layout.
 
 Keys stay integers. Values are read four bytes at a time, and what a product takes is one byte of every word in all
-tokens [words, tokens]: two instructions give it for two tokens. Its float16 are too large by an OFFSET, which is taken
-away after the last tile.
+tokens [words, tokens]: three instructions give it for two tokens. Two of them make a float16 that is too large by a
+known number (1024 + byte has the byte for its last bits), the third takes that away. It cannot wait until sums are
+ready, although one number would do then: matrix units drop what sums have no room for, and those of thousands of tokens
+would have lost the codes.
 """
 
 from __future__ import annotations
@@ -12,38 +14,52 @@ import triton.language as tl
 
 from quantkit.kernels.attention.tiles import INTERPRETED
 
-BYTE_OFFSET = tl.constexpr(1152.0)  # 0x6480: what has a byte for its last bits is 1024 + byte, and 128 is its sign
-LOW_OFFSET = tl.constexpr(1032.0)  # 0x6400, and codes of four bits are less 8
-HIGH_OFFSET = tl.constexpr(72.0)  # 0x5400: bits 4 to 7 of a float16 with the exponent of 64 count ones
-
 _HALVES = tl.constexpr((tl.float16,) * 4)
 _EIGHT_HALVES = tl.constexpr((tl.float16,) * 8)
-# Two words, of two tokens: the same byte of both side by side, then the exponent. lop3 0x6A is (a & b) ^ c.
+# Two words, of two tokens: the same byte of both side by side, then the exponent, then less what is too much. lop3 0x6A
+# is (a & b) ^ c. 0x64806480: of 1024, and the sign turned, so that it is 1152 + code; 0xE480E480: -1152 twice.
 _BYTES = tl.constexpr("""{
-.reg .b32 pair;
+.reg .b32 pair, less;
+mov.b32 less, 0xE480E480;
 prmt.b32 pair, $4, $5, 0x4400;
-lop3.b32 $0, pair, 0x00FF00FF, 0x64806480, 0x6A;
+lop3.b32 pair, pair, 0x00FF00FF, 0x64806480, 0x6A;
+add.f16x2 $0, pair, less;
 prmt.b32 pair, $4, $5, 0x5511;
-lop3.b32 $1, pair, 0x00FF00FF, 0x64806480, 0x6A;
+lop3.b32 pair, pair, 0x00FF00FF, 0x64806480, 0x6A;
+add.f16x2 $1, pair, less;
 prmt.b32 pair, $4, $5, 0x6622;
-lop3.b32 $2, pair, 0x00FF00FF, 0x64806480, 0x6A;
+lop3.b32 pair, pair, 0x00FF00FF, 0x64806480, 0x6A;
+add.f16x2 $2, pair, less;
 prmt.b32 pair, $4, $5, 0x7733;
-lop3.b32 $3, pair, 0x00FF00FF, 0x64806480, 0x6A;
+lop3.b32 pair, pair, 0x00FF00FF, 0x64806480, 0x6A;
+add.f16x2 $3, pair, less;
 }""")
+# 0x64006400: of 1024, so that it is 1032 + code, and -1032 twice; 0x54005400: of 64, whose bits 4 to 7 count ones, so
+# that it is 72 + code, and -72 twice.
 _NIBBLES = tl.constexpr("""{
-.reg .b32 pair;
+.reg .b32 pair, half, less, less_high;
+mov.b32 less, 0xE408E408;
+mov.b32 less_high, 0xD480D480;
 prmt.b32 pair, $8, $9, 0x4400;
-lop3.b32 $0, pair, 0x000F000F, 0x64006400, 0x6A;
-lop3.b32 $4, pair, 0x00F000F0, 0x54005400, 0x6A;
+lop3.b32 half, pair, 0x000F000F, 0x64006400, 0x6A;
+add.f16x2 $0, half, less;
+lop3.b32 half, pair, 0x00F000F0, 0x54005400, 0x6A;
+add.f16x2 $4, half, less_high;
 prmt.b32 pair, $8, $9, 0x5511;
-lop3.b32 $1, pair, 0x000F000F, 0x64006400, 0x6A;
-lop3.b32 $5, pair, 0x00F000F0, 0x54005400, 0x6A;
+lop3.b32 half, pair, 0x000F000F, 0x64006400, 0x6A;
+add.f16x2 $1, half, less;
+lop3.b32 half, pair, 0x00F000F0, 0x54005400, 0x6A;
+add.f16x2 $5, half, less_high;
 prmt.b32 pair, $8, $9, 0x6622;
-lop3.b32 $2, pair, 0x000F000F, 0x64006400, 0x6A;
-lop3.b32 $6, pair, 0x00F000F0, 0x54005400, 0x6A;
+lop3.b32 half, pair, 0x000F000F, 0x64006400, 0x6A;
+add.f16x2 $2, half, less;
+lop3.b32 half, pair, 0x00F000F0, 0x54005400, 0x6A;
+add.f16x2 $6, half, less_high;
 prmt.b32 pair, $8, $9, 0x7733;
-lop3.b32 $3, pair, 0x000F000F, 0x64006400, 0x6A;
-lop3.b32 $7, pair, 0x00F000F0, 0x54005400, 0x6A;
+lop3.b32 half, pair, 0x000F000F, 0x64006400, 0x6A;
+add.f16x2 $3, half, less;
+lop3.b32 half, pair, 0x00F000F0, 0x54005400, 0x6A;
+add.f16x2 $7, half, less_high;
 }""")
 _HIGH_NIBBLES = tl.constexpr("""{
 .reg .b32 moved;
@@ -54,7 +70,7 @@ and.b32 $0, moved, 0x0F0F0F0F;
 
 @triton.jit
 def byte_operands(words):
-    """The four bytes of int32 words as float16: code + BYTE_OFFSET."""
+    """The four bytes of int32 words as float16."""
     if INTERPRETED:
         return _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
     else:
@@ -63,16 +79,15 @@ def byte_operands(words):
 
 @triton.jit
 def _byte(words, NUMBER: tl.constexpr):
-    return (words >> (8 * NUMBER)).to(tl.int8).to(tl.float16) + BYTE_OFFSET
+    return (words >> (8 * NUMBER)).to(tl.int8).to(tl.float16)
 
 
 @triton.jit
 def nibble_operands(words):
-    """The low halves of the four bytes of int32 words as float16, code + LOW_OFFSET, then the high ones, code +
-    HIGH_OFFSET."""
+    """The low halves of the four bytes of int32 words as float16, less 8, then the high ones."""
     if INTERPRETED:
-        low = _low(words, 0), _low(words, 1), _low(words, 2), _low(words, 3)
-        return low + (_high(words, 0), _high(words, 1), _high(words, 2), _high(words, 3))
+        low = _nibble(words, 0), _nibble(words, 8), _nibble(words, 16), _nibble(words, 24)
+        return low + (_nibble(words, 4), _nibble(words, 12), _nibble(words, 20), _nibble(words, 28))
     else:
         return tl.inline_asm_elementwise(
             _NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], dtype=_EIGHT_HALVES, is_pure=True, pack=2
@@ -80,13 +95,8 @@ def nibble_operands(words):
 
 
 @triton.jit
-def _low(words, NUMBER: tl.constexpr):
-    return ((words >> (8 * NUMBER)) & 15).to(tl.float16) + (LOW_OFFSET - 8.0)
-
-
-@triton.jit
-def _high(words, NUMBER: tl.constexpr):
-    return ((words >> (8 * NUMBER + 4)) & 15).to(tl.float16) + (HIGH_OFFSET - 8.0)
+def _nibble(words, FIRST: tl.constexpr):
+    return ((words >> FIRST) & 15).to(tl.float16) - 8.0
 
 
 @triton.jit

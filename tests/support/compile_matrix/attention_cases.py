@@ -43,25 +43,28 @@ def attention_cases(card: Card) -> Iterator[Case]:
         launch = lambda dtype, new=new: launch_attention(new, Heads(), dtype, pages=_MANY_PAGES)  # noqa: E731
         yield Case(f"attention over a large cache {new}", launch)
     for kept in BY_DTYPE:
-        for count in (100, 400):  # some programs for every multiprocessor, and many
+        for count in (1, 100, 400):  # few programs, some for every multiprocessor, and many
             launch = lambda dtype, kept=kept, new=[1] * count: launch_attention(new, Heads(cache_dtype=kept), dtype)  # noqa: E731
             yield Case(f"attention of {count} answers {kept}", launch)
+        for count in (100, 400):  # two new tokens each: query heads as rows
+            launch = lambda dtype, kept=kept, new=[2] * count: launch_attention(new, Heads(cache_dtype=kept), dtype)  # noqa: E731
+            yield Case(f"attention of {count} guesses {kept}", launch)
         launch = lambda dtype, kept=kept: launch_attention([9, 9], Heads(cache_dtype=kept), dtype, ancestors=True)  # noqa: E731
         yield Case(f"attention of trees {kept}", launch)
     yield from _integer_cases()
 
 
 def _integer_cases() -> Iterator[Case]:
-    """Tokens as rows: every candidate, of which the first stands for what a default may choose; the same beside other
-    heads and what changes scores."""
+    """Tokens as rows: every candidate; the default beside other heads and what changes scores."""
     for kept, config in product(BY_DTYPE, INTEGERS_TRIED):
-        tried = config != INTEGERS_TRIED[0]
         launch = lambda dtype, kept=kept, how=config: launch_attention([1] * 9, Heads(128, 4, kept), dtype, decode=how)  # noqa: E731
-        yield Case(f"attention of rows {kept} {config}", launch, tried)
-    for (size, group), kept, special in cover(((96, 1), (128, 7), (128, 8), (256, 2)), tuple(BY_DTYPE), _SPECIAL):
-        heads, how = Heads(size, group, kept), special | {"decode": INTEGERS_TRIED[0], "splits": 2}
-        launch = lambda dtype, heads=heads, how=how: launch_attention([1] * 9, heads, dtype, **how)  # noqa: E731
-        yield Case(f"attention of rows {size} x {group} {kept} {special}", launch, tried=True)
+        yield Case(f"attention of rows {kept} {config}", launch, tried=True)
+    for (size, group), kept, special, new in cover(
+        ((96, 1), (128, 7), (128, 8), (256, 2)), tuple(BY_DTYPE), _SPECIAL, ([1], [1] * 400)
+    ):
+        heads, how = Heads(size, group, kept), special | {"splits": 2}
+        launch = lambda dtype, new=new, heads=heads, how=how: launch_attention(new, heads, dtype, **how)  # noqa: E731
+        yield Case(f"attention of rows {size} x {group} {kept} {new[:1]} x {len(new)} {special}", launch)
 
 
 def _latent_cases(caches: tuple[torch.dtype | None, ...]) -> Iterator[Case]:
