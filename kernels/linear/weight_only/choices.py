@@ -11,12 +11,12 @@ from quantkit.kernels.linear.cost import ESTIMATED, Product, cheapest
 from quantkit.kernels.linear.dispatch import bucket_of
 from quantkit.kernels.linear.splits import splits_to_try
 from quantkit.kernels.linear.weight import CHUNK, Choice, by_name, unmeasured
-from quantkit.kernels.linear.weight_only import dequantize, fixed_point, hopper, skinny
+from quantkit.kernels.linear.weight_only import dequantize, hopper, skinny
 from quantkit.kernels.linear.weight_only.hopper import HopperConfig
 from quantkit.kernels.linear.weight_only.skinny import SkinnyConfig
 from quantkit.kernels.linear.weight_only.weight import MANY_TOKENS, PackedWeight
 
-KERNELS = by_name(skinny.KERNEL, fixed_point.KERNEL, hopper.KERNEL, dequantize.KERNEL)
+KERNELS = by_name(skinny.KERNEL, hopper.KERNEL, dequantize.KERNEL)
 
 # Most tokens -> tiles that the sweep on an H200 favoured (docs/explanations/kernels.md).
 _SKINNY = {
@@ -156,13 +156,8 @@ def candidates(weight: PackedWeight, most: int) -> Iterator[Choice]:
 
 
 def _for_few_tokens(weight: PackedWeight, most: int) -> Iterator[Choice]:
-    """Shorter waits and fewer instructions than those of `skinny.py` as it was swept; not timed."""
-    if most > fixed_point.MOST_TOKENS or not fixed_point.supports(weight):
-        return
-    for shape in fixed_point.TRIED:
-        for splits in splits_to_try(weight.outputs, shape.outputs, most, shape.tokens, weight.chunks):
-            yield Choice("fixed-point", replace(shape, splits=splits), "")
-    for tile in _SKINNY[8] if not weight.one_group else ():
+    """Shorter waits: products of one group that do not wait for each other."""
+    for tile in _SKINNY[8] if most <= 8 and not weight.one_group else ():
         for splits in splits_to_try(weight.outputs, tile.outputs, most, tile.tokens, weight.chunks):
             yield Choice("skinny", replace(tile, splits=splits, sums=2), "")
 

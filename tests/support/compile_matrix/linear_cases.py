@@ -15,9 +15,8 @@ from quantkit.kernels.linear import dispatch
 from quantkit.kernels.linear.dense import weight as dense
 from quantkit.kernels.linear.eight_bit.many_outliers import DECODED_FROM
 from quantkit.kernels.linear.weight import Choice
-from quantkit.kernels.linear.weight_only import fixed_point, float8_codes
+from quantkit.kernels.linear.weight_only import float8_codes
 from quantkit.kernels.linear.weight_only.dequantize import dequantize, to_float8_rows
-from quantkit.kernels.linear.weight_only.fixed_point import FixedPointConfig
 from quantkit.kernels.linear.weight_only.weight import PackedWeight
 
 OUTPUTS, INPUTS = 768, 512  # which all tiles divide
@@ -33,9 +32,6 @@ def linear_cases(card: Card) -> Iterator[Case]:
             scales = torch.ones(weight.rows)
             yield Case(f"{name} to float8", lambda _, weight=weight, scales=scales: to_float8_rows(weight, scales))
             yield from _codes_in_float8(name, weight)
-        if isinstance(weight, PackedWeight) and fixed_point.supports(weight):
-            few = Way(fixed_point.KERNEL.name, FixedPointConfig(), 1, tried=False)  # which no default chooses
-            yield Case(f"{name} in fixed point", lambda dtype, weight=weight, few=few: _run(weight, few, dtype))
     with_outliers = weight_of("llm-int8", OUTPUTS, INPUTS)
     decoded = Way("eight_bit", with_outliers.default(DECODED_FROM, card).config, DECODED_FROM, tried=False)
     yield Case("llm-int8 decoded once", lambda dtype: _run(with_outliers, decoded, dtype))
