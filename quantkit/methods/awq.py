@@ -36,6 +36,7 @@ from quantkit.methods.method import (
 from quantkit.methods.statistics import InputStatistics
 
 COARSE = SHRINK[::4]  # ranges of a group that candidates are compared with: 1.0 down to 0.5
+MOST_OUTPUTS = 4096  # that candidates are compared on
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ def search_scales(
 ) -> ScaleChoice:
     """The best scales for the stacked weights [out, in] of layers that share an input.
 
-    `searched`: each group's range will be searched, so the candidates are compared that way.
+    `searched`: each group's range will be searched, so the candidates are compared that way. Of many outputs, evenly
+    spaced ones are looked at.
     """
+    weight = weight[:: -(-len(weight) // MOST_OUTPUTS)]
     energy = max(float(output_energy(weight, hessian).sum()), 1e-30)
     best = torch.ones(weight.shape[1], device=weight.device)
     identity = least = _loss(weight, best, fmt, hessian, searched) / energy

@@ -132,7 +132,7 @@ class BlockTuner:
 
     def _set(self, grids: Mapping[str, LearnedGrid]) -> None:
         for name, grid in grids.items():
-            self._parameter(name).data.copy_(grid.decode())
+            grid.decode_to(self._parameter(name).data)
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self._block.module.get_parameter(f"{name}.weight")

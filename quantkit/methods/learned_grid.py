@@ -7,12 +7,15 @@ it were not there ("straight through"), but for codes that the clamp holds.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from quantkit.formats import IntegerFormat, IntegerWeight
 from quantkit.formats.base import DTYPES
 from quantkit.formats.integer import round_scales
+from quantkit.kernels.reference import learned_grid as reference
 
 # Squared output error of a block of `demo-draft`, W3 g64, after 50 steps from 0.0433: 0.0309 with these three; 0.0371
 # with a reach of 1, which moves whole groups off their codes; 0.0481 with weights 0.49 from their codes besides.
@@ -32,23 +35,25 @@ class LearnedGrid:
         self.offsets = torch.zeros_like(self.anchors)
         ends = 1 if fmt.sym else 2  # a symmetric range has both at the same distance
         self.ends = tuple(torch.zeros_like(self._scales) for _ in range(ends))
+        self._kernels = _kernels(weight.device)
 
     @property
     def parameters(self) -> list[Tensor]:
         return [self.offsets, *self.ends]
 
     @torch.no_grad()
-    def decode(self) -> Tensor:
-        """The weight [out, in] that the parameters stand for now."""
-        return self.rounded().dequantize()
+    def decode_to(self, weight: Tensor) -> None:
+        """Writes what the parameters stand for now to a weight [out, in]."""
+        self._kernels.decode(self.anchors, self.offsets, *self._grid(self.ends), self._top, weight)
 
     @torch.no_grad()
     def rounded(self) -> IntegerWeight:
         """The same as codes."""
         scales, zeros = self._grid(self.ends)
-        codes = self._unclamped(scales, zeros).clamp_(0, self._top).to(torch.uint8).flatten(1)
+        codes = reference.unclamped(self.anchors, self.offsets, scales, zeros).clamp_(0, self._top)
         stored = round_scales(scales, DTYPES[self._fmt.dtype])
-        return IntegerWeight(codes, stored, zeros.to(torch.uint8), self._start.bits, self._start.group_size)
+        whole = codes.to(torch.uint8).flatten(1)
+        return IntegerWeight(whole, stored, zeros.to(torch.uint8), self._start.bits, self._start.group_size)
 
     def gradients(self, upstream: Tensor) -> list[Tensor]:
         """Of `parameters`, from the gradient [out, in] of the decoded weight; in closed form where weights are many."""
@@ -56,17 +61,12 @@ class LearnedGrid:
         with torch.enable_grad():
             grid = self._grid(ends)
         with torch.no_grad():
-            steps, zeros = (each.detach().unsqueeze(-1) for each in grid)
-            upstream = upstream.float().view_as(self.anchors)
-            codes = self._unclamped(grid[0].detach(), grid[1].detach())
-            held = (codes < 0) | (codes > self._top)
-            free = upstream.masked_fill(held, 0.0)
-            of_offsets = free * steps
-            of_steps = (upstream * (codes.clamp_(0, self._top) - zeros) - free * (self.anchors / steps)).sum(-1)
-            of_zeros = -((upstream - free) * steps).sum(-1)
-        outputs = [(of_steps, grid[0]), (of_zeros, grid[1])]
-        learned = [(gradient, output) for gradient, output in outputs if output.requires_grad]
-        of_ends = torch.autograd.grad([output for _, output in learned], ends, [gradient for gradient, _ in learned])
+            scales, zeros = (each.detach() for each in grid)
+            of_offsets, *of_grid = self._kernels.gradients(
+                upstream, self.anchors, self.offsets, scales, zeros, self._top
+            )
+        learned = [(gradient, each) for gradient, each in zip(of_grid, grid, strict=True) if each.requires_grad]
+        of_ends = torch.autograd.grad([each for _, each in learned], ends, [gradient for gradient, _ in learned])
         return [of_offsets, *of_ends]
 
     def _grid(self, ends: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -80,8 +80,14 @@ class LearnedGrid:
         zeros = -low / scales
         return scales, straight_through(zeros, torch.round(zeros)).clamp(self._fmt.zero_floor, self._top)
 
-    def _unclamped(self, scales: Tensor, zeros: Tensor) -> Tensor:
-        return torch.round(self.anchors / scales.unsqueeze(-1) + self.offsets).add_(zeros.unsqueeze(-1))
+
+def _kernels(device: torch.device) -> ModuleType:
+    """What touches every weight: kernels on a GPU, plain torch elsewhere."""
+    if device.type != "cuda":
+        return reference
+    from quantkit.kernels import learned_grid
+
+    return learned_grid
 
 
 def straight_through(values: Tensor, rounded: Tensor) -> Tensor:

@@ -134,8 +134,9 @@ class TunedMethod(Method):
         return (4 * 6 + CODES) * weights
 
     def cost_seconds(self, group: GroupWork, tokens: int, speed: Speed) -> float:
+        starts = self._start.candidates.values() or [self._start]  # the best of them is not fitted again
         learning = 3 * self.steps * group.weights * speed.rounding_seconds  # decoded, its gradient, moved
-        return self._start.cost_seconds(group, tokens, speed) + learning
+        return sum(start.cost_seconds(group, tokens, speed) for start in starts) + learning
 
     def warnings(self, formats: Collection[Format], widest: int, samples: int, seq_len: int) -> Iterator[str]:
         return self._start.warnings(formats, widest, samples, seq_len)

@@ -102,12 +102,11 @@ class CalibratedPass:
             twin = self._twin(parts) if self.method.wants_drift else None
             if inputs is not None:
                 self._follow_original(parts)
-            method, notes = self.method, dict[str, Any]()
-            if inputs is not None and method.candidates:
-                method, notes = self._choose(parts, layer, inputs, twin)
-            work = self._quantize(parts, method, layer, on_layer, twin)
-            work.note(notes)
-            if inputs is not None and method.tunes_blocks:
+            if inputs is not None and self.method.candidates:
+                work = self._best(parts, layer, on_layer, inputs, twin)
+            else:
+                work = self._quantize(parts, self.method, layer, on_layer, twin)
+            if inputs is not None and self.method.tunes_blocks:
                 self._tune(parts, work, inputs)
             block = work.result(parts[0].block)
             self.runner.free(layer)
@@ -156,26 +155,40 @@ class CalibratedPass:
             for index, batch in enumerate(self._original):
                 self._original[index] = run_block(parts, batch)
 
-    def _choose(
-        self, parts: tuple[BlockPart, ...], layer: int, inputs: Activations, twin: Twin | None
-    ) -> tuple[Method, dict[str, Any]]:
-        """The candidate whose block errs least on the sequences held back, and what the log should say.
+    def _best(
+        self,
+        parts: tuple[BlockPart, ...],
+        layer: int,
+        on_layer: Callable[[QuantizedLayer], None],
+        inputs: Activations,
+        twin: Twin | None,
+    ) -> BlockQuantizer:
+        """Quantizes a block by the candidate that errs least on the sequences held back; its log says so.
 
-        Each is tried on the others alone, and on the block as its files have it, with norms and all, which is how the
-        block is left. So what is chosen may be fitted to all sequences afterwards.
+        Each is tried on the others alone, and on the block as its files have it, with norms and all. The best is fitted
+        to all sequences afterwards; not where learning goes on from it, which is judged on those held back, too.
         """
-        errors = {}
+        candidates, block = self.method.candidates, parts[0].block
+        learns, errors, best = self.method.tunes_blocks, dict[str, float](), None
         self._num_fitted = self._num_learned
-        for name, method in self.method.candidates.items():
-            self._quantize(parts, method, layer, _unheard, twin)
+        for name, method in candidates.items():
+            work = self._quantize(parts, method, layer, on_layer if learns else _unheard, twin)
             errors[name] = self._error()
+            chosen = min(errors, key=lambda each: errors[each])
+            if learns and chosen == name:
+                best = work
+                best.keep(block)
             self.runner.free(layer)
             self.runner.load(layer, self._arguments[layer])
             for index, batch in enumerate(inputs):
                 self.hidden[index] = batch
         self._num_fitted = None
-        chosen = min(errors, key=lambda name: errors[name])
-        return self.method.candidates[chosen], {"chosen": chosen, "block_errors": errors}
+        if best is None:
+            best = self._quantize(parts, candidates[chosen], layer, on_layer, twin)
+        else:
+            best.restore(block)
+        best.note({"chosen": chosen, "block_errors": errors})
+        return best
 
     @torch.no_grad()
     def _error(self) -> float:
@@ -196,10 +209,9 @@ class CalibratedPass:
             block = TunedBlock(parts[0].block, weights, work.formats, start, forward)
             tuned = work.method.tune_block(block, inputs, self._original)
         work.take(parts[0].block, tuned)
-        if tuned:
-            with torch.no_grad(), fast_products(self.runner.device):
-                for index, batch in enumerate(inputs):
-                    self.hidden[index] = forward(batch)
+        with torch.no_grad(), fast_products(self.runner.device):
+            for index, batch in enumerate(inputs):
+                self.hidden[index] = forward(batch)
 
     @torch.no_grad()
     def _run_part(self, part: BlockPart, work: BlockQuantizer, twin: TwinPart | None) -> None:
@@ -264,8 +276,10 @@ class CalibratedPass:
         size = tokens.numel() * int(self.source.config["hidden_size"]) * self.runner.dtype.itemsize
         self._place = choose_place(size, self.runner.device)
         self.hidden, self._original = self._activations("activations"), self._activations("original")
-        most = working_memory.BATCH_TOKENS if self.method.tunes_blocks else self.runner.batch_tokens
-        at_once = max(1, most // tokens.shape[1])  # tuning takes single sequences out of batches
+        most = self.runner.batch_tokens
+        if self.method.tunes_blocks:  # learning keeps what is in between, too
+            most = max(working_memory.BATCH_TOKENS, most // 2)
+        at_once = max(1, most // tokens.shape[1])
         learned = fitted(len(tokens)) if self.method.candidates else len(tokens)
         batches = [*tokens[:learned].split(at_once)]
         if learned < len(tokens):

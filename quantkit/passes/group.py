@@ -68,6 +68,7 @@ class BlockQuantizer:
         self._unrounded: dict[str, Start] = {}  # where the method goes on from there: `tune_block`
         self._layers: dict[str, QuantizedLayer] = {}
         self._changed: set[str] = set()  # plain tensors that took scales
+        self._plain: dict[str, Tensor] = {}  # these, as they were when the block was kept
         self._column_scales: dict[str, Tensor] = {}  # of linears whose norm took them, until they are rounded
         self._norms_of_many = {fold.producer for fold in _norm_folds(self._stages) if fold.also}
 
@@ -99,6 +100,17 @@ class BlockQuantizer:
         self._unrounded.clear()
         for layer in self._layers.values():
             self._on_layer(layer)
+
+    def keep(self, block: nn.Module) -> None:
+        """Remembers the plain tensors that took scales, for `restore`."""
+        self._plain = {name: block.get_parameter(name).detach().clone() for name in self._changed}
+
+    @torch.no_grad()
+    def restore(self, block: nn.Module) -> None:
+        """Makes a block that has its own weights again what it was when it was kept."""
+        for name, values in self._plain.items():
+            block.get_parameter(name).copy_(values)
+        self._fill(block, {name: layer.quantized.dequantize() for name, layer in self._layers.items()})
 
     def note(self, notes: Mapping[str, Any]) -> None:
         """Says something of the whole block in the log of each layer."""

@@ -1,4 +1,5 @@
-"""The kernels beside matmuls and attention: norms, activations, embedding, rotary, sampling, GPTQ's rounding."""
+"""The kernels beside matmuls and attention: norms, activations, embedding, rotary, sampling, GPTQ's rounding and
+learned rounding."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from compile_matrix.case import FLOAT8, Case
 from pairwise import cover
+from quantkit.kernels import learned_grid
 from quantkit.kernels.activation import ACTIVATIONS, gated_activation
 from quantkit.kernels.attention.integer_codes import BY_DTYPE
 from quantkit.kernels.card import Card
@@ -46,7 +48,17 @@ def small_cases(card: Card) -> Iterator[Case]:
         yield Case(f"sample {vocabulary}", lambda dtype, vocabulary=vocabulary: _sample(_rows(dtype, vocabulary)))
     yield Case("sample of float32", lambda dtype: _sample(_rows(torch.float32, 50_257)))
     block = torch.zeros(2, COLUMNS, 96)
+    for size in (32, 128, 8192, 14_336):  # of a group; the last two are whole rows
+        yield Case(f"learned rounding {size}", lambda dtype, size=size: _learn(dtype, size))
     yield Case("gptq", lambda dtype: round_columns(block, block + 1, block, torch.eye(COLUMNS).expand(2, -1, -1), 15))
+
+
+def _learn(dtype: torch.dtype, size: int) -> None:
+    anchors, scales = torch.zeros(3, 2, size), torch.ones(3, 2)
+    weight = torch.zeros(3, 2 * size, dtype=dtype)
+    learned_grid.decode(anchors, anchors, scales, scales, 15, weight)
+    for upstream in (weight, weight.float()):
+        learned_grid.gradients(upstream, anchors, anchors, scales, scales, 15)
 
 
 def _rows(dtype: torch.dtype, width: int = _WIDTH) -> Tensor:
