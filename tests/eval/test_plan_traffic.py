@@ -142,7 +142,7 @@ def test_what_a_prediction_rests_on_is_said() -> None:
     here, *_ = replicas()
     measured = evidence_for(here.efficiency, here.ceiling)
     assert measured.measured
-    assert "llama-3.1-8b w4 at 1, 8, 32, 256" in measured.words
+    assert "llama-3.1-8b w4 at 1, 8, 32" in measured.words
     assert {row.case.gpu for row in measured.rows} == {"h200"}
     elsewhere = replace(here.ceiling, gpu=GPUS["l4"])
     assert not evidence_for(here.efficiency, elsewhere).measured
