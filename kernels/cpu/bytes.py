@@ -31,9 +31,16 @@ def _vpdpbusd(code: Code, sums: Value, codes: Value, x: Value) -> Value:
 
 def _pmaddubsw(code: Code, sums: Value, codes: Value, x: Value) -> Value:
     """Two products are at most 2 * 127 * 127 here: 16 bits hold them."""
-    pairs = code.call("llvm.x86.avx2.pmadd.ub.sw", I16.x(16), codes, x)
-    ones = code.constant(pairs.type, 1)
-    return sums + code.call("llvm.x86.avx2.pmadd.wd", sums.type, pairs, ones)
+    lanes = codes.type.lanes
+    multiply, add = _PAIRS[lanes]
+    pairs = code.call(multiply, I16.x(lanes // 2), codes, x)
+    return sums + code.call(add, sums.type, pairs, code.constant(pairs.type, 1))
+
+
+_PAIRS = {  # of bytes, then of the 16 bits that these give
+    32: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+    64: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+}
 
 
 _DOTS = {"sdot": _sdot, "vpdpbusd": _vpdpbusd, "pmaddubsw": _pmaddubsw}

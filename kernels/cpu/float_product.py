@@ -51,9 +51,10 @@ class Kind(NamedTuple):
         return self.stored == torch.float8_e4m3fn
 
     def rows(self, processor: Processor) -> int:
-        """One token reads one row after the other, as memory likes best, and so do more with 8 bits: a vector has many.
-        Else as many as registers hold sums for, four tokens each: vectors of 32 bytes have half as many."""
-        if self.tokens == 1 or self.scaled:
+        """One token reads one row after the other, as memory likes best. Else as many as registers hold sums for, four
+        tokens each: there are half as many vectors of 32 bytes, and with 8 bits a shorter vector has as many numbers
+        as one of 64 bytes."""
+        if self.tokens == 1 or (self.scaled and processor.vector < 64):
             return 1
         return 2 if processor.vector == 32 else 4
 

@@ -31,6 +31,7 @@ from quantkit.kernels.cpu.language import I32, I64, Code, Value
 _WORD, _DONE, _SLEEPERS, _STOP, _KERNEL, _ARGUMENTS, _COUNT, _MUTEX, _CONDITION = 0, 8, 16, 17, 24, 25, 26, 32, 48
 _SIZE = 64
 _NOTHING_LEFT = (1 << 32) - 1
+_MANY = 7  # a thread takes so many at once as 2 to this is contained in all of them, and one more
 _LOOKS = 12_000  # before a thread sleeps: about 50 us
 
 
@@ -162,19 +163,22 @@ def _stop(code: Code, pool: Value) -> None:
 
 
 def _take_pieces(code: Code, pool: Value) -> None:
-    """Of whatever job there is, until none is left."""
+    """Of whatever job there is, until none is left. Of very many several at once: threads that take them hold each
+    other up for longer than a small one lasts."""
     with code.repeat() as again:
         word = _read(code, pool, _WORD)
         piece = word & _NOTHING_LEFT
         kernel, arguments, count = (_read(code, pool, place) for place in (_KERNEL, _ARGUMENTS, _COUNT))
         again(piece < count)
+        left, several = count - piece, (count >> _MANY) + 1
+        some = code.select(several < left, several, left)
         exchanged = code.builder.cmpxchg(
-            _pointer(code, pool, _WORD), word.llvm, (word + 1).llvm, "seq_cst", failordering="seq_cst"
+            _pointer(code, pool, _WORD), word.llvm, (word + some).llvm, "seq_cst", failordering="seq_cst"
         )
         taken = code.builder.extract_value(exchanged, 1)
         with code.builder.if_then(taken):
-            _call(code, kernel, arguments, piece, piece + 1)
-            code.builder.atomic_rmw("add", _pointer(code, pool, _DONE), I64.constant(1), "seq_cst")
+            _call(code, kernel, arguments, piece, piece + some)
+            code.builder.atomic_rmw("add", _pointer(code, pool, _DONE), some.llvm, "seq_cst")
 
 
 def _call(code: Code, kernel: Value, arguments: Value, first: Value, last: Value) -> None:

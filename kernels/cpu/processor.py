@@ -53,8 +53,8 @@ def this_processor() -> Processor:
 
 
 def _x86(has: set[str]) -> tuple[int, str]:
-    if {"avx512vnni", "avx512vl", "avx512bw"} <= has:
-        return 64, "vpdpbusd"
+    if {"avx512vl", "avx512bw"} <= has:
+        return 64, "vpdpbusd" if "avx512vnni" in has else "pmaddubsw"
     if "avxvnni" in has:
         return 32, "vpdpbusd"
     return (32, "pmaddubsw") if "avx2" in has else (16, "wide")
@@ -78,7 +78,7 @@ KNOWN = {
     for name, triple, cpu, features, vector, dot, halves in (
         ("x86-64", "x86_64-unknown-linux-gnu", "x86-64", "", 16, "wide", False),
         ("haswell", "x86_64-unknown-linux-gnu", "haswell", "", 32, "pmaddubsw", False),
-        ("skylake-avx512", "x86_64-unknown-linux-gnu", "skylake-avx512", "", 32, "pmaddubsw", False),
+        ("skylake-avx512", "x86_64-unknown-linux-gnu", "skylake-avx512", "", 64, "pmaddubsw", False),
         ("cascadelake", "x86_64-unknown-linux-gnu", "cascadelake", "", 64, "vpdpbusd", False),
         ("alderlake", "x86_64-unknown-linux-gnu", "alderlake", "", 32, "vpdpbusd", False),
         ("znver4", "x86_64-unknown-linux-gnu", "znver4", "", 64, "vpdpbusd", False),

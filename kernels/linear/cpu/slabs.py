@@ -102,11 +102,15 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | N
 
 @cache
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which x of this dtype is multiplied: in float32 where this CPU has no instructions for 16 bits."""
+    """In which x of this dtype is multiplied: in float32 where this CPU has no instructions for 16 bits.
+
+    With AVX-512 alone torch multiplies bfloat16, too, but 128 tokens with 8960 x 1536 in 74 ms, and float32 in 21.
+    """
     ops = torch.ops.mkldnn
-    if dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported():
-        return dtype
     on_arm = platform.machine().lower() in ("aarch64", "arm64")  # torch does not use what there is for float16
+    has_bfloat16 = on_arm or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if dtype == torch.bfloat16 and has_bfloat16 and ops._is_mkldnn_bf16_supported():
+        return dtype
     if dtype == torch.float16 and ops._is_mkldnn_fp16_supported() and not on_arm:
         return dtype
     return torch.float32
