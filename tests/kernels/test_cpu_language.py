@@ -128,7 +128,8 @@ def test_floats_on_other_processors(processor: Processor) -> None:
     assert assembly("product", 3, partial(multiply, kind=rounding), processor)
 
 
-def test_every_piece_is_done_once() -> None:
+@pytest.mark.parametrize("count", [37, 1000])  # the latter several at once
+def test_every_piece_is_done_once(count: int) -> None:
     """By jobs that follow at once, and by jobs after all threads fell asleep; callers take turns."""
 
     def add_one(code: Code, arguments: Value, first: Value, last: Value) -> None:
@@ -136,9 +137,9 @@ def test_every_piece_is_done_once() -> None:
         with code.loop(first, last) as place:
             code.store(code.load(I64, numbers, place) + 1, numbers, place)
 
-    kernel, numbers, pool = compiled("add_one", 3, add_one), torch.zeros(37, dtype=torch.int64), Pool(4)
-    busy = [threading.Thread(target=lambda: [pool.run(kernel, [numbers.data_ptr()], 37) for _ in range(300)])]
-    busy += [threading.Thread(target=lambda: [pool.run(kernel, [numbers.data_ptr()], 36) for _ in range(300)])]
+    kernel, numbers, pool = compiled("add_one", 3, add_one), torch.zeros(count, dtype=torch.int64), Pool(4)
+    busy = [threading.Thread(target=lambda: [pool.run(kernel, [numbers.data_ptr()], count) for _ in range(300)])]
+    busy += [threading.Thread(target=lambda: [pool.run(kernel, [numbers.data_ptr()], count - 1) for _ in range(300)])]
     for thread in busy:
         thread.start()
     for thread in busy:
@@ -146,9 +147,9 @@ def test_every_piece_is_done_once() -> None:
     pause = threading.Event()
     for _ in range(5):
         pause.wait(0.01)
-        pool.run(kernel, [numbers.data_ptr()], 37)
+        pool.run(kernel, [numbers.data_ptr()], count)
     pool.close()
-    assert numbers.tolist() == [605] * 36 + [305]
+    assert numbers.tolist() == [605] * (count - 1) + [305]
 
 
 def test_the_pool_of_a_process_is_one() -> None:
