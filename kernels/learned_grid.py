@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.kernels.digits import ROUND
 
-_LARGEST_GROUP = 16384
+LARGEST_GROUP = 16384
 _TILE = 2048  # weights of a program, or a whole group
 
 
@@ -86,7 +86,7 @@ def _grid_gradients(
 def _cut(anchors: Tensor) -> tuple[tuple[int], tuple[int, int], dict[str, int]]:
     """(grid, groups and their size, constants)."""
     size = anchors.shape[-1]
-    assert size <= _LARGEST_GROUP, f"a group of {size} weights, at most {_LARGEST_GROUP} fit"
+    assert size <= LARGEST_GROUP, f"a group of {size} weights, at most {LARGEST_GROUP} fit"
     groups, padded = anchors.numel() // size, triton.next_power_of_2(size)
     together = max(1, _TILE // padded)
     constants = {"GROUPS": together, "SIZE": padded, "num_warps": max(4, padded // 1024)}

@@ -35,7 +35,7 @@ class LearnedGrid:
         self.offsets = torch.zeros_like(self.anchors)
         ends = 1 if fmt.sym else 2  # a symmetric range has both at the same distance
         self.ends = tuple(torch.zeros_like(self._scales) for _ in range(ends))
-        self._kernels = _kernels(weight.device)
+        self._kernels = _kernels(self.anchors)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -81,13 +81,13 @@ class LearnedGrid:
         return scales, straight_through(zeros, torch.round(zeros)).clamp(self._fmt.zero_floor, self._top)
 
 
-def _kernels(device: torch.device) -> ModuleType:
-    """What touches every weight: kernels on a GPU, plain torch elsewhere."""
-    if device.type != "cuda":
+def _kernels(anchors: Tensor) -> ModuleType:
+    """What touches every weight: kernels on a GPU, plain torch elsewhere and for groups too large for them."""
+    if not anchors.is_cuda:
         return reference
     from quantkit.kernels import learned_grid
 
-    return learned_grid
+    return learned_grid if anchors.shape[-1] <= learned_grid.LARGEST_GROUP else reference
 
 
 def straight_through(values: Tensor, rounded: Tensor) -> Tensor:
