@@ -156,8 +156,9 @@ def candidates(weight: PackedWeight, most: int) -> Iterator[Choice]:
 
 
 def _for_few_tokens(weight: PackedWeight, most: int) -> Iterator[Choice]:
-    """Shorter waits: products of one group that do not wait for each other."""
-    for tile in _SKINNY[8] if most <= 8 and not weight.one_group else ():
+    """Shorter waits: products of one group that do not wait for each other. A tensor core takes 16 inputs and more."""
+    halves = most <= 8 and not weight.one_group and weight.group >= 32
+    for tile in _SKINNY[8] if halves else ():
         for splits in splits_to_try(weight.outputs, tile.outputs, most, tile.tokens, weight.chunks):
             yield Choice("skinny", replace(tile, splits=splits, sums=2), "")
 
