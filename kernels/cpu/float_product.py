@@ -16,7 +16,7 @@ import torch
 from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.float8 import RAISED_UNIT, load_float8
 from quantkit.kernels.cpu.floats import load_floats, store_floats
-from quantkit.kernels.cpu.language import F32, I64, Code, Value
+from quantkit.kernels.cpu.language import F32, I64, Code, Value, Variable
 from quantkit.kernels.cpu.processor import Processor
 from quantkit.kernels.cpu.rows import total
 
@@ -98,41 +98,67 @@ def places(code: Code, start: Value, count: int, end: Value) -> list[Value]:
 
 def _sums(code: Code, held: Arguments, kind: Kind, turn: Turn) -> list[Value]:
     """One number for each row and token."""
+    sums = _Sums.begun(code, kind, turn)
     if not kind.scaled:
-        return _of_group(code, held, kind, turn, code.constant(I64, 0), held.inputs)
-    totals = [code.variable(code.constant(F32, 0.0)) for _ in product(*turn)]
-    group = held.inputs // held.groups
+        _add_group(code, held, kind, turn, (code.constant(I64, 0), held.inputs), sums)
+        return sums.totals()
+    totals, group = _Sums.begun(code, kind, turn), held.inputs // held.groups
     with code.loop(0, held.groups) as number:
-        parts = _of_group(code, held, kind, turn, number * group, (number + 1) * group)
-        for (row, token), part, value in zip(product(*turn), parts, totals, strict=True):
+        sums.clear(code)
+        _add_group(code, held, kind, turn, (number * group, (number + 1) * group), sums)
+        for place, (row, token) in enumerate(product(*turn)):
             factor = code.load(F32, held.scales, row * held.groups + number) * RAISED_UNIT
             if kind.x_scaled:
                 factor = factor * code.load(F32, held.x_scales, token * held.groups + number)
-            value.set(code.fma(part, factor, value.get()))
-    return [value.get() for value in totals]
+            totals.add_scaled(code, place, sums, factor)
+    return totals.totals()
 
 
-def _of_group(code: Code, held: Arguments, kind: Kind, turn: Turn, start: Value, stop: Value) -> list[Value]:
-    """The same over some of the inputs: many lanes at a time, then one by one."""
-    lanes = 32 if kind.tokens == 1 else 16 if kind.scaled else 16 // kind.tokens
-    lanes = max(lanes, code.processor.vector // 4)
-    sums = {count: [code.variable(code.constant(F32.x(count), 0.0)) for _ in product(*turn)] for count in (lanes, 1)}
+class _Sums(NamedTuple):
+    """For each row and token one over many inputs at a time, and one over single inputs."""
 
-    def add(place: Value, count: int) -> None:
+    many: list[Variable]
+    single: list[Variable]
+
+    @classmethod
+    def begun(cls, code: Code, kind: Kind, turn: Turn) -> _Sums:
+        lanes = 32 if kind.tokens == 1 else 16 if kind.scaled else 16 // kind.tokens
+        lanes = max(lanes, code.processor.vector // 4)
+        pairs = list(product(*turn))
+        return cls(*([code.variable(code.constant(F32.x(count), 0.0)) for _ in pairs] for count in (lanes, 1)))
+
+    def clear(self, code: Code) -> None:
+        for part in (*self.many, *self.single):
+            part.set(code.constant(part.type, 0.0))
+
+    def add_scaled(self, code: Code, place: int, other: _Sums, factor: Value) -> None:
+        """Lanes are added up once, at the end."""
+        for own, part in ((self.many[place], other.many[place]), (self.single[place], other.single[place])):
+            own.set(code.fma(part.get(), factor.splat(own.type.lanes), own.get()))
+
+    def totals(self) -> list[Value]:
+        return [total(many.get()) + one.get().at(0) for many, one in zip(self.many, self.single, strict=True)]
+
+
+def _add_group(code: Code, held: Arguments, kind: Kind, turn: Turn, inputs: tuple[Value, Value], sums: _Sums) -> None:
+    """Over some of the inputs: many lanes at a time, then one by one."""
+
+    def add(place: Value, some: list[Variable]) -> None:
+        count = some[0].type.lanes
         x = [code.load(F32.x(count), held.x, token * held.inputs + place) for token in turn.tokens]
-        of_token = iter(sums[count])
+        of_token = iter(some)
         for row in turn.rows:
             weight = _load_weight(code, held, kind, row * held.inputs + place, count)
             for values in x:
                 value = next(of_token)
                 value.set(code.fma(weight, values, value.get()))
 
+    (start, stop), lanes = inputs, sums.many[0].type.lanes
     whole = start + (stop - start) // lanes * lanes
     with code.loop(start, whole, lanes) as place:
-        add(place, lanes)
+        add(place, sums.many)
     with code.loop(whole, stop) as place:
-        add(place, 1)
-    return [total(many.get()) + one.get().at(0) for many, one in zip(sums[lanes], sums[1], strict=True)]
+        add(place, sums.single)
 
 
 def _load_weight(code: Code, held: Arguments, kind: Kind, place: Value, lanes: int) -> Value:

@@ -96,7 +96,7 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
         sums = _of_tile(code, held, kind, tile, row, token)
         for number, total in enumerate(sums):
             with code.when(token + number < held.tokens):
-                store(code, held, kind, tile * ROWS + row, token + number, total)
+                store(code, held, kind.dtype, tile * ROWS + row, token + number, total)
 
 
 def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, row: Value, token: Value) -> list[Value]:
@@ -368,17 +368,17 @@ def _bits(held: Value, low: int, bits: int) -> Value:
     return shifted if low + bits == 8 else shifted & ((1 << bits) - 1)
 
 
-def store(code: Code, held: Arguments, kind: Kind, start: Value, token: Value, total: Value) -> None:
+def store(code: Code, held: Arguments, dtype: torch.dtype, start: Value, token: Value, total: Value) -> None:
     """Outputs from `start` on, as many as there are."""
-    row = token * held.y_stride
-    with code.when(start + kind.rows < held.outputs + 1):
-        _store_some(code, held, kind, total, row, start)
-    with code.when(held.outputs < start + kind.rows), code.loop(start, held.outputs) as output:
-        _store_some(code, held, kind, total.at(output - start).splat(1), row, output)
+    row, lanes = token * held.y_stride, total.type.lanes
+    with code.when(start + lanes < held.outputs + 1):
+        _store_some(code, held, dtype, total, row, start)
+    with code.when(held.outputs < start + lanes), code.loop(start, held.outputs) as output:
+        _store_some(code, held, dtype, total.at(output - start).splat(1), row, output)
 
 
-def _store_some(code: Code, held: Arguments, kind: Kind, values: Value, row: Value, output: Value) -> None:
+def _store_some(code: Code, held: Arguments, dtype: torch.dtype, values: Value, row: Value, output: Value) -> None:
     result = code.variable(values)
     with code.when(code.constant(I64, 0) < held.bias):
-        result.set(values + load_floats(code, kind.dtype, values.type.lanes, held.bias, output))
-    code.store(to_stored(code, kind.dtype, result.get()), held.y, row + output)
+        result.set(values + load_floats(code, dtype, values.type.lanes, held.bias, output))
+    code.store(to_stored(code, dtype, result.get()), held.y, row + output)

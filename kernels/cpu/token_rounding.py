@@ -54,6 +54,17 @@ def in_one_digit(pool: Pool, x: Tensor, outliers: Outliers | None, block: int, t
     return held
 
 
+def rounded_floats(pool: Pool, x: Tensor, threshold: float | None, inputs: int) -> Tensor:
+    """What the same digits stand for, outliers as they are: float32 [tokens, inputs], as many as asked."""
+    tokens = x.shape[0]
+    values = torch.empty(tokens, inputs)
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], values.data_ptr(), inputs]
+    outliers = None if threshold is None else find_outliers(pool, x, threshold, inputs)
+    arguments += [0, 0] if outliers is None else [outliers.largest, as_argument(outliers.threshold)]
+    pool.run(_rounding_floats(x.dtype, outliers is not None), arguments, tokens)
+    return values
+
+
 @cache
 def _finding(dtype: torch.dtype) -> int:
     return compiled("outliers", 3, partial(_find, dtype=dtype))
@@ -62,6 +73,11 @@ def _finding(dtype: torch.dtype) -> int:
 @cache
 def _rounding(dtype: torch.dtype, block: int, outliers: bool) -> int:
     return compiled("token_digits", 3, partial(_round_tokens, dtype=dtype, block=block, outliers=outliers))
+
+
+@cache
+def _rounding_floats(dtype: torch.dtype, outliers: bool) -> int:
+    return compiled("token_floats", 3, partial(_round_floats, dtype=dtype, outliers=outliers))
 
 
 def _find(code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype) -> None:
@@ -92,32 +108,72 @@ def _round_tokens(
     code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, block: int, outliers: bool
 ) -> None:
     x, stride, inputs, values, padded, scales, sums, blocks, largest = load_integers(code, arguments, 9)
-    threshold = load_argument(code, arguments, 9)
-
-    def inputs_at(row: Value, place: Value) -> Value:
-        """16 of them, zeros for outliers and after the last."""
-        part = load_inputs(code, dtype, row, place, inputs)
-        if not outliers:
-            return part
-        fits = code.load(F32.x(LANES), largest, place) < threshold.splat(LANES)
-        return code.select(fits, rounded(code, torch.float16, part), code.constant(part.type, 0.0))
-
+    columns = _Columns(code, largest, load_argument(code, arguments, 9)) if outliers else None
     with code.loop(first, last) as token:
-        row = x + token * stride * dtype.itemsize
-        most = code.variable(code.constant(F32.x(LANES), 0.0))
-        with code.loop(0, padded, LANES) as place:
-            most.set(code.of_each("maximum", most.get(), code.of_each("fabs", inputs_at(row, place))))
-        scale, digits_of = _scale(code, code.over_lanes("fmaximum", most.get()), outliers)
+        row = _Row(code, dtype, x + token * stride * dtype.itemsize, inputs, columns)
+        scale, digits_of = row.rounding(padded)
         with code.loop(0, blocks) as number:
             total = code.constant(I32.x(LANES), 0)
             for offset in range(0, block, LANES):
                 start = number * block + offset
-                digit = digits_of(inputs_at(row, start))
+                digit = digits_of(row.at(start))
                 total = total + digit
                 code.store(digit.to(I8), values, token * padded + start)
             at = token * blocks + number
             code.store(scale, scales, at)
             code.store(code.over_lanes("add", total), sums, at)
+
+
+def _round_floats(
+    code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype, outliers: bool
+) -> None:
+    x, stride, inputs, values, padded, largest = load_integers(code, arguments, 6)
+    columns = _Columns(code, largest, load_argument(code, arguments, 6)) if outliers else None
+    with code.loop(first, last) as token:
+        row = _Row(code, dtype, x + token * stride * dtype.itemsize, inputs, columns)
+        scale, digits_of = row.rounding(padded)
+        with code.loop(0, padded, LANES) as place:
+            value = digits_of(row.at(place)).to(F32) * scale.splat(LANES)
+            if columns is not None:
+                value = code.select(columns.fit(place), value, load_inputs(code, dtype, row.address, place, inputs))
+            code.store(value, values, token * padded + place)
+
+
+class _Columns(NamedTuple):
+    """Which of them have outliers."""
+
+    code: Code
+    largest: Value
+    threshold: Value
+
+    def fit(self, place: Value) -> Value:
+        """Whether 16 of them have none."""
+        return self.code.load(F32.x(LANES), self.largest, place) < self.threshold.splat(LANES)
+
+
+class _Row(NamedTuple):
+    """The inputs of a token."""
+
+    code: Code
+    dtype: torch.dtype
+    address: Value
+    inputs: Value
+    columns: _Columns | None
+
+    def at(self, place: Value) -> Value:
+        """16 of those that are rounded, zeros for outliers and after the last."""
+        part = load_inputs(self.code, self.dtype, self.address, place, self.inputs)
+        if self.columns is None:
+            return part
+        zeros = self.code.constant(part.type, 0.0)
+        return self.code.select(self.columns.fit(place), rounded(self.code, torch.float16, part), zeros)
+
+    def rounding(self, padded: Value) -> tuple[Value, Callable[[Value], Value]]:
+        """The scale of the token, and how its inputs become digits."""
+        code, most = self.code, self.code.variable(self.code.constant(F32.x(LANES), 0.0))
+        with code.loop(0, padded, LANES) as place:
+            most.set(code.of_each("maximum", most.get(), code.of_each("fabs", self.at(place))))
+        return _scale(code, code.over_lanes("fmaximum", most.get()), self.columns is not None)
 
 
 def _scale(code: Code, most: Value, outliers: bool) -> tuple[Value, Callable[[Value], Value]]:

@@ -44,7 +44,7 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
                 product.add_outliers(code, held, kind, tile, code.constant(I64, 0), some, totals)
             for place, total in enumerate(totals):
                 with code.when(some + place < stop):
-                    product.store(code, held, kind, tile * ROWS, some + place, total.get())
+                    product.store(code, held, kind.dtype, tile * ROWS, some + place, total.get())
 
 
 def _loaded(code: Code, kind: Kind, sums: Value, first: Value) -> list[Value]:

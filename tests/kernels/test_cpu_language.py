@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from long_cases import others_long
-from quantkit.kernels.cpu import float8_product, float_product, object_cache, wide_product
+from quantkit.kernels.cpu import float8_product, float_product, object_cache, panel_product, wide_product
 from quantkit.kernels.cpu.bytes import dot, look_up
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
@@ -124,6 +124,11 @@ def test_floats_on_other_processors(processor: Processor) -> None:
             halves = float8_product.kind_for(torch.bfloat16, tokens)
             text = assembly("product", 3, partial(float8_product.multiply, kind=halves), processor)
             assert re.search(r"fmla(\.8h|\tv\d+\.8h)|vfmadd\d+ph", text), "of float16"
+    table = Kind(Codes(4, digits=(tuple(range(16)),)), 32, 3, 1, torch.float32, torch.float16)
+    for codes in (table, None):
+        panels = panel_product.PanelKind(codes, torch.bfloat16, *panel_product.shape_for(processor, 8))
+        text = assembly("product", 3, partial(panel_product.multiply, kind=panels), processor)
+        assert processor.cpu == "x86-64" or "fmla" in text or "vfmadd" in text
     rounding = Kind(Codes(8, zero=0), 128, 1, 2, torch.bfloat16, torch.float32, outliers=True)
     assert assembly("product", 3, partial(multiply, kind=rounding), processor)
 

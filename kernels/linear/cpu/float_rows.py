@@ -1,6 +1,6 @@
 """Linear layers on a CPU from weights of floats as they are stored, in 16 or 8 bits, for few tokens.
 
-More tokens are multiplied in slabs of float32 (`slabs.py`): from there on torch's product of matrices is faster.
+For more tokens torch's product of matrices is faster, of float32 in slabs (`slabs.py`), and of float8 that of panels.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from quantkit.kernels.checks import HALVES
 from quantkit.kernels.cpu import installed
 
 MOST_TOKENS = 16
+_MOST_WIDENED = 48  # where torch would widen the weight, too
+_MOST_BESIDE_PANELS = 4
 _AT_ONCE = (1, 2, 4)  # tokens
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel multiplies x with a plain weight, which may be in fewer bits than x."""
+    from quantkit.kernels.linear.cpu.slabs import product_dtype
+
+    widened = not product_dtype(x.dtype) == x.dtype == weight.dtype
     return (
-        x.shape[0] <= MOST_TOKENS
+        x.shape[0] <= (_MOST_WIDENED if widened else MOST_TOKENS)
         and weight.dtype in HALVES
         and x.is_cpu
         and installed.can_compile()
@@ -41,8 +46,10 @@ def takes_float8(x: Tensor, fmt: Format) -> bool:
     if not installed.can_compile():
         return False
     from quantkit.kernels.cpu import float8_product
+    from quantkit.kernels.cpu.panels import FLOAT8_INPUTS
 
-    return x.shape[0] <= MOST_TOKENS or (fmt.input_rounding is not None and float8_product.fits(x.dtype))
+    most = _MOST_BESIDE_PANELS if x.shape[1] % FLOAT8_INPUTS == 0 else MOST_TOKENS
+    return x.shape[0] <= most or (fmt.input_rounding is not None and float8_product.fits(x.dtype))
 
 
 def multiply_float8(

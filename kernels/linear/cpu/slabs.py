@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from quantkit.formats.ct_float8 import BLOCK
 from quantkit.formats.integer import middle_code
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.cpu import float_rows
+
+if TYPE_CHECKING:
+    from quantkit.kernels.linear.cpu.panels import PanelPlan
 
 SLAB = 1 << 20  # weights decoded at a time: 2 to 4 MB, about what two cores keep in their caches
 
@@ -43,6 +47,7 @@ class Rows:
     table: Tensor | None = None
     paired: bool = False
     float8: bool = False
+    panel_plans: dict[tuple[object, ...], PanelPlan] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:

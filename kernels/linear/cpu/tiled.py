@@ -18,6 +18,7 @@ from quantkit.kernels.linear.weight import padded
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.tiles import Codes
+    from quantkit.kernels.linear.cpu.panels import PanelPlan
 
 TILE_ROWS = 16  # outputs, as `kernels/cpu/tiles.py` has it
 _LARGEST_BLOCK = 128  # inputs of x that share a scale: sums of products fit 32 bits
@@ -29,23 +30,26 @@ _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
 
 
 class Registers(NamedTuple):
-    """What a processor's vectors have room for: digits of x -> tokens that share what was decoded.
+    """What a processor's vectors have room for: tokens that share what was decoded.
 
+    precise    x of several digits
     wide_from  tokens from which on codes are decoded for all of them, and those of 8 bits, which need no decoding
+    wide       tokens at a time from there on
     halved     so many at a time leave room for half the outputs of a tile
     """
 
-    at_once: dict[int, tuple[int, ...]]
-    wide: dict[int, int]
+    at_once: tuple[int, ...]
+    precise: tuple[int, ...]
+    wide: int
     wide_from: tuple[int, int] = (8, 32)
     halved: int | None = None
 
 
 # By the bytes of a vector.
 _REGISTERS = {
-    16: Registers({1: (1, 2, 4, 8), 2: (1, 2), 3: (1, 2)}, {1: 4, 2: 2, 3: 2}, (32, 32), halved=8),
-    32: Registers({1: (1, 2, 4), 2: (1, 2), 3: (1, 2)}, {1: 4, 2: 2, 3: 2}),
-    64: Registers({1: (1, 4, 8), 2: (1, 4), 3: (1, 4)}, {1: 8, 2: 4, 3: 4}),
+    16: Registers((1, 2, 4, 8), (1, 2), 4, (32, 32), halved=8),
+    32: Registers((1, 2, 4), (1, 2), 4),
+    64: Registers((1, 4, 8), (1,), 8),
 }
 
 
@@ -81,14 +85,15 @@ class Tiles:
     lows: Tensor | None = None
     outer_scales: Tensor | None = None
     outer_lows: Tensor | None = None
+    panel_plans: dict[tuple[object, ...], PanelPlan] = field(default_factory=dict, init=False, repr=False)
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + sum(part.nbytes for part in self._numbers.values() if part is not None)
+        return self.codes.nbytes + sum(part.nbytes for part in self.numbers.values() if part is not None)
 
     @property
-    def _numbers(self) -> dict[str, Tensor | None]:
+    def numbers(self) -> dict[str, Tensor | None]:
         """All but the codes."""
         names = ("scales", "zeros", "lows", "outer_scales", "outer_lows")
         return {name: getattr(self, name) for name in names}
@@ -115,8 +120,9 @@ class Tiles:
         from quantkit.kernels.cpu.wide_product import kernel
 
         registers = _REGISTERS[this_processor().vector]
-        wide = tokens >= registers.wide_from[self.meaning.bits == 8]
-        together = registers.wide[digits] if wide else _together(tokens, registers.at_once[digits])
+        wide = digits == 1 and tokens >= registers.wide_from[self.meaning.bits == 8]
+        counts = (registers.wide,) if wide else registers.at_once if digits == 1 else registers.precise
+        together = _together(tokens, counts)
         count, groups = len(self.codes), self.scales.shape[1]
         each = max(1, count // (_PIECES * threads * tokens))
         inputs = groups * self.group
@@ -126,7 +132,7 @@ class Tiles:
             wide=wide,
             rows=TILE_ROWS // 2 if together == registers.halved and not wide else TILE_ROWS,
         )
-        scales, zeros, *others = (0 if part is None else part.data_ptr() for part in self._numbers.values())
+        scales, zeros, *others = (0 if part is None else part.data_ptr() for part in self.numbers.values())
         return Plan(
             kernel=kernel(kind),
             weight=(self.codes.data_ptr(), scales, zeros),

@@ -1,7 +1,8 @@
-"""A linear layer's weight on a CPU, and which of the two ways it is multiplied.
+"""A linear layer's weight on a CPU, and how it is multiplied.
 
-tiles  packed codes with x in whole numbers (`tiled.py`)
-slabs  everything: decoded a part at a time (`slabs.py`), FP8 for few tokens widened in registers (`float_rows.py`)
+tiles  packed codes, with x in whole numbers (`tiled.py`), for many tokens in float32 (`panels.py`)
+slabs  everything: decoded a part at a time (`slabs.py`); FP8 for few tokens widened in registers (`float_rows.py`), for
+       many in panels
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from quantkit.formats.ct_float8 import BLOCK
 from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
 from quantkit.kernels.cpu import installed
-from quantkit.kernels.linear.cpu import float_rows, slabs, tiled
+from quantkit.kernels.linear.cpu import float_rows, panels, slabs, tiled
 from quantkit.kernels.linear.cpu.slabs import Rows, product_dtype, rows_of
 from quantkit.kernels.linear.cpu.tiled import TILE_ROWS, Tiles, tiles_of
 from quantkit.kernels.linear.fuse import same
@@ -149,18 +150,20 @@ def _run(x: Tensor, weight: CpuWeight, *, bias: Tensor | None = None, out: Tenso
 
 
 def _multiply(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> None:
-    held = weight.held
+    held, rounding = weight.held, weight.fmt.input_rounding
     if isinstance(held, Rows) and held.float8 and float_rows.takes_float8(x, weight.fmt):
         float_rows.multiply_float8(x, weight.fmt, weight.input_scale, held.codes, held.scales, bias, y)
         return
-    if isinstance(held, Tiles):
-        x = x if weight.order is None else x[:, weight.order]
-        tiled.multiply(x, held, bias, y, digits=_digits(weight, x.shape[0]), rounding=weight.fmt.input_rounding)
-        return
-    if weight.fmt.input_rounding:
-        x = _rounded(x, weight, held)
+    if isinstance(held, Rows) and rounding:
+        x, rounding = _rounded(x, weight, held), None
     x = x if weight.order is None else x[:, weight.order]
-    slabs.multiply(x.to(product_dtype(weight.dtype)), held, bias, y)
+    digits = _digits(weight, x.shape[0])
+    if panels.pays(held, x.shape[0], digits):
+        panels.multiply(x, held, bias, y, rounding=rounding)
+    elif isinstance(held, Tiles):
+        tiled.multiply(x, held, bias, y, digits=digits, rounding=rounding)
+    else:
+        slabs.multiply(x.to(product_dtype(weight.dtype)), held, bias, y)
 
 
 def _rounded(x: Tensor, weight: CpuWeight, held: Rows) -> Tensor:

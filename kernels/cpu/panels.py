@@ -1,0 +1,76 @@
+"""Weights in float32 as a product of many tokens reads them (`panel_product.py`): of one input after the other a vector
+of 16 outputs.
+"""
+
+from __future__ import annotations
+
+from quantkit.kernels.cpu import product
+from quantkit.kernels.cpu.language import F32, I32, I64, Code, Value
+from quantkit.kernels.cpu.product import Arguments, Kind
+from quantkit.kernels.cpu.tiles import ROWS
+
+FLOAT8_INPUTS = 64  # that `decode_float8` takes
+
+
+def decode_block(code: Code, held: Arguments, kind: Kind, tile: Value, block: Value, panel: Value, width: int) -> None:
+    """A block of a tile of packed codes; a vector in the panel every `width` numbers."""
+    group = block // held.blocks
+    outer = product.outer_of(code, held, kind, (tile * held.groups + group) // kind.every * ROWS)
+    grid = product.grid_of(code, held, kind, (tile * held.groups + group) * ROWS, outer)
+    scales = grid.scales * kind.codes.unit(kind.codes.used(kind.digits))
+    zero = grid.zeros if grid.zeros is not None else kind.codes.zero or 0
+    bytes_each = kind.codes.bits * ROWS // 8  # of an input
+    codes = code.variable(held.codes + (tile * held.inputs + block * kind.block) * bytes_each)
+    with code.loop(0, kind.block, kind.codes.step) as start:
+        for quad in range(kind.codes.step // 4):
+            digits = [value.view(I32.x(ROWS)) for value in product.quad_of(code, kind, codes.get(), quad)]
+            for place in range(4):
+                number = (_whole_number(code, kind, digits, place) - zero).to(F32)
+                value = number * scales if grid.lows is None else code.fma(number, scales, grid.lows)
+                code.store(value, panel, (start + (4 * quad + place)) * width)
+        codes.set(codes.get() + kind.codes.step * bytes_each)
+
+
+def _whole_number(code: Code, kind: Kind, digits: list[Value], place: int) -> Value:
+    """Of one of four bytes, in all lanes; of several digits each counts 256 times the next."""
+    signed = code.processor.multiplies_signed and kind.codes.dot_bits == 8
+    total = None
+    for digit in digits:
+        if signed:
+            byte = (digit << (24 - 8 * place)).signed_shift(24)
+        else:
+            byte = (digit >> (8 * place)) & 255
+            byte = byte - 128 if kind.codes.digits else byte
+        total = byte if total is None else (total << 8) + byte
+    assert total is not None
+    return total
+
+
+def decode_float8(code: Code, held: Arguments, tile: Value, start: Value, panel: Value, width: int) -> None:
+    """64 inputs of a tile from rows of float8; the last row stands for those behind it."""
+    group = start // (held.inputs // held.groups)
+    rows, scales = [], code.constant(F32.x(ROWS), 0.0)
+    for number in range(ROWS):
+        row = tile * ROWS + number
+        row = code.select(row < held.outputs, row, held.outputs - 1)
+        rows.append(code.load(I32.x(ROWS), held.codes + row * held.inputs + start))
+        scales = scales.put(code.load(F32, held.scales, row * held.groups + group), code.constant(I64, number))
+    scales = scales * 2.0**120
+    for quad, bytes_ in enumerate(transposed(code, rows)):
+        for place in range(4):
+            bits = (bytes_ << (24 - 8 * place)).signed_shift(4) & 0x87F00000  # as `float8.py` says
+            code.store(bits.view(scales.type) * scales, panel, (4 * quad + place) * width)
+
+
+def transposed(code: Code, rows: list[Value]) -> list[Value]:
+    """As many vectors as lanes, the other way round."""
+    count, distance = len(rows), 1
+    while distance < count:
+        swapped = list(rows)
+        for number in (number for number in range(count) if not number & distance):
+            both = code.join([rows[number], rows[number + distance]])
+            for place, base in ((number, 0), (number + distance, distance)):
+                lanes = [lane - (lane & distance) + base + (count if lane & distance else 0) for lane in range(count)]
+                swapped[place] = both.pick(lanes)
+        rows, distance = swapped, 2 * distance
+    return rows
