@@ -3,6 +3,10 @@
 The bits of a float8, put where a float32 has its sign, the end of its exponent and the beginning of its mantissa, mean
 2^-120 times the same number, also where it has no leading one. `load_float8` leaves it so: one factor of a sum of
 products costs nothing. So that products stay far from the smallest floats, what they are multiplied with is raised.
+
+64 float8 are read as 16 words of four (`quads_of`): a shift brings a byte of each to its place, while single bytes must
+be widened first. Tokens that are multiplied with them lie in the same order: first what stands beside the first
+byte of each word, then beside the second (`store_in_quads`), as far as there are 64 inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from quantkit.kernels.cpu.rows import LANES, along, as_argument, load_argument, 
 RAISED = 2.0**64
 RAISED_UNIT = 2.0**120 / RAISED  # what a product of a raised number and a `load_float8` counts
 LOWERED = 2.0**-4  # what float16 of tokens are held times: of products in float16, 256 add up to less than 2^14
+QUADS = 64  # float8 that are read together
 _LARGEST = 448.0
 
 
@@ -30,9 +35,28 @@ def load_float8(code: Code, lanes: int, address: Value, place: Value) -> Value:
     return upper_halves(code, halves)
 
 
+def quads_of(words: Value) -> list[Value]:
+    """Of four float8 in each of 16 words: one of each, the next of each ... times 2^-120, as float32."""
+    shifted = [words << (24 - 8 * place) if place < 3 else words for place in range(4)]
+    return [(bits.signed_shift(4) & 0x87F00000).view(F32.x(words.type.lanes)) for bits in shifted]
+
+
+def store_in_quads(code: Code, values: Value, address: Value, place: Value, whole: Value) -> None:
+    """Some neighbours, up to `whole` in the order of `quads_of`, then as they are."""
+    if values.type.lanes == 1:
+        code.store(values, address, place)
+        return
+    with code.when(place < whole):
+        for number in range(4):
+            start = (place & ~(QUADS - 1)) + LANES * number + ((place & (QUADS - 1)) >> 2)
+            code.store(values.pick(range(number, LANES, 4)), address, start)
+    with code.when(whole < place + 1):
+        code.store(values, address, place)
+
+
 def round_tokens(x: Tensor, groups: int, scale: float | None, *, halves: bool = False) -> tuple[Tensor, Tensor]:
     """x [tokens, inputs] in float8, and scales [tokens, groups]: those given, or the smallest. The float8 are held as
-    raised float32, or as lowered float16."""
+    raised float32 in quads, or as lowered float16."""
     return _rounded(x, groups, scale, "lowered" if halves else "raised")
 
 
@@ -58,6 +82,19 @@ def widen(values: Tensor, scales: Tensor) -> Tensor:
     return wide
 
 
+def raised(x: Tensor) -> Tensor:
+    """x [tokens, inputs] as raised float32 in quads, not rounded."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    values = torch.empty(x.shape)
+    shared_pool().run(_raising(x.dtype), [x.data_ptr(), x.stride(0), x.shape[1], values.data_ptr()], x.shape[0])
+    return values
+
+
+@cache
+def _raising(dtype: torch.dtype) -> int:
+    return compiled("raise", 3, partial(_raise, dtype=dtype))
+
+
 @cache
 def _rounding(dtype: torch.dtype, given: bool, held: str) -> int:
     return compiled("round_float8", 3, partial(_round, dtype=dtype, given=given, held=held))
@@ -81,13 +118,24 @@ def _round(
 
         def write(place: Value, lanes: int, source: Value = source, to: Value = target, scale: Value = scale) -> None:
             value = rounded(code, load_floats(code, dtype, lanes, source, place) // scale.splat(lanes))
-            if held == "scaled":
-                value = value * scale.splat(lanes)
+            if held == "raised":
+                store_in_quads(code, value * RAISED, to, place, size // QUADS * QUADS)
             else:
-                value = (value * LOWERED).to(F16) if held == "lowered" else value * RAISED
-            code.store(value, to, place)
+                kept = (value * LOWERED).to(F16) if held == "lowered" else value * scale.splat(lanes)
+                code.store(kept, to, place)
 
         along(code, size, write)
+
+
+def _raise(code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype) -> None:
+    x, stride, inputs, values = load_integers(code, arguments, 4)
+    with code.loop(first, last) as token:
+
+        def write(place: Value, lanes: int, token: Value = token) -> None:
+            value = load_floats(code, dtype, lanes, x, token * stride + place) * RAISED
+            store_in_quads(code, value, values + token * inputs * 4, place, inputs // QUADS * QUADS)
+
+        along(code, inputs, write)
 
 
 def _scale(code: Code, dtype: torch.dtype, source: Value, size: Value) -> Value:

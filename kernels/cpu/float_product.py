@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from quantkit.kernels.cpu.compiling import compiled
-from quantkit.kernels.cpu.float8 import RAISED_UNIT, load_float8
+from quantkit.kernels.cpu.float8 import QUADS, RAISED_UNIT, load_float8, quads_of
 from quantkit.kernels.cpu.floats import load_floats, store_floats
-from quantkit.kernels.cpu.language import F32, I64, Code, Value, Variable
+from quantkit.kernels.cpu.language import F32, I32, I64, Code, Value, Variable
 from quantkit.kernels.cpu.processor import Processor
 from quantkit.kernels.cpu.rows import total
 
@@ -52,11 +52,11 @@ class Kind(NamedTuple):
 
     def rows(self, processor: Processor) -> int:
         """One token reads one row after the other, as memory likes best. Else as many as registers hold sums for, four
-        tokens each: there are half as many vectors of 32 bytes, and with 8 bits a shorter vector has as many numbers
-        as one of 64 bytes."""
-        if self.tokens == 1 or (self.scaled and processor.vector < 64):
-            return 1
-        return 2 if processor.vector == 32 else 4
+        tokens each: there are half as many vectors of 32 bytes. Of 8 bits, which take instructions to be read, only one
+        unless vectors have 64 bytes: four then wait less for each other's sums, with one token, too."""
+        if self.scaled:
+            return 4 if processor.vector == 64 else 1
+        return 1 if self.tokens == 1 else 2 if processor.vector == 32 else 4
 
 
 class Turn(NamedTuple):
@@ -122,8 +122,10 @@ class _Sums(NamedTuple):
 
     @classmethod
     def begun(cls, code: Code, kind: Kind, turn: Turn) -> _Sums:
-        lanes = 32 if kind.tokens == 1 else 16 if kind.scaled else 16 // kind.tokens
-        lanes = max(lanes, code.processor.vector // 4)
+        if kind.scaled:
+            lanes = QUADS if len(turn.rows) * len(turn.tokens) == 1 else QUADS // 4
+        else:
+            lanes = max(32 if kind.tokens == 1 else 16 // kind.tokens, code.processor.vector // 4)
         pairs = list(product(*turn))
         return cls(*([code.variable(code.constant(F32.x(count), 0.0)) for _ in pairs] for count in (lanes, 1)))
 
@@ -141,30 +143,41 @@ class _Sums(NamedTuple):
 
 
 def _add_group(code: Code, held: Arguments, kind: Kind, turn: Turn, inputs: tuple[Value, Value], sums: _Sums) -> None:
-    """Over some of the inputs: many lanes at a time, then one by one."""
+    """Over some of the inputs: many at a time, then one by one."""
 
-    def add(place: Value, some: list[Variable]) -> None:
-        count = some[0].type.lanes
-        x = [code.load(F32.x(count), held.x, token * held.inputs + place) for token in turn.tokens]
-        of_token = iter(some)
-        for row in turn.rows:
-            weight = _load_weight(code, held, kind, row * held.inputs + place, count)
-            for values in x:
-                value = next(of_token)
-                value.set(code.fma(weight, values, value.get()))
+    def add(place: Value, weights: list[Value], some: list[Variable], step: int) -> None:
+        lanes = some[0].type.lanes
+        for offset in range(0, step, lanes):
+            x = [code.load(F32.x(lanes), held.x, token * held.inputs + place + offset) for token in turn.tokens]
+            of_token = iter(some)
+            for weight in weights[offset // lanes :: step // lanes]:
+                for values in x:
+                    value = next(of_token)
+                    value.set(code.fma(weight, values, value.get()))
 
     (start, stop), lanes = inputs, sums.many[0].type.lanes
-    whole = start + (stop - start) // lanes * lanes
-    with code.loop(start, whole, lanes) as place:
-        add(place, sums.many)
+    step = QUADS if kind.scaled else lanes
+    whole = start + (stop - start) // step * step
+    with code.loop(start, whole, step) as place:
+        weights = [part for row in turn.rows for part in _load_many(code, held, kind, row * held.inputs + place, lanes)]
+        add(place, weights, sums.many, step)
     with code.loop(whole, stop) as place:
-        add(place, sums.single)
+        weights = [_load_one(code, held, kind, row * held.inputs + place) for row in turn.rows]
+        add(place, weights, sums.single, 1)
 
 
-def _load_weight(code: Code, held: Arguments, kind: Kind, place: Value, lanes: int) -> Value:
+def _load_many(code: Code, held: Arguments, kind: Kind, place: Value, lanes: int) -> list[Value]:
+    """Of a row as many as are read together, in vectors of so many lanes."""
+    if not kind.scaled:
+        return [load_floats(code, kind.stored, lanes, held.weight, place)]
+    quads = quads_of(code.load(I32.x(QUADS // 4), held.weight + place))
+    return [code.join(quads)] if lanes == QUADS else quads
+
+
+def _load_one(code: Code, held: Arguments, kind: Kind, place: Value) -> Value:
     if kind.scaled:
-        return load_float8(code, lanes, held.weight, place)
-    return load_floats(code, kind.stored, lanes, held.weight, place)
+        return load_float8(code, 1, held.weight, place)
+    return load_floats(code, kind.stored, 1, held.weight, place)
 
 
 def store(code: Code, held: Arguments, dtype: torch.dtype, token: Value, output: Value, value: Value) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from quantkit.kernels.cpu import product
 from quantkit.kernels.cpu.compiling import compiled
+from quantkit.kernels.cpu.float8 import QUADS
 from quantkit.kernels.cpu.float_product import places
 from quantkit.kernels.cpu.language import F32, I64, Code, Value
-from quantkit.kernels.cpu.panels import FLOAT8_INPUTS, decode_block, decode_float8
+from quantkit.kernels.cpu.panels import decode_block, decode_float8
 from quantkit.kernels.cpu.processor import Processor
 from quantkit.kernels.cpu.product import Arguments, Kind
 from quantkit.kernels.cpu.tiles import ROWS
@@ -42,7 +43,7 @@ class PanelKind(NamedTuple):
     @property
     def step(self) -> int:
         """Inputs that are decoded together."""
-        return FLOAT8_INPUTS if self.codes is None else self.codes.block
+        return QUADS if self.codes is None else self.codes.block
 
     @property
     def depth(self) -> int:

@@ -5,11 +5,10 @@ of 16 outputs.
 from __future__ import annotations
 
 from quantkit.kernels.cpu import product
+from quantkit.kernels.cpu.float8 import quads_of
 from quantkit.kernels.cpu.language import F32, I32, I64, Code, Value
 from quantkit.kernels.cpu.product import Arguments, Kind
 from quantkit.kernels.cpu.tiles import ROWS
-
-FLOAT8_INPUTS = 64  # that `decode_float8` takes
 
 
 def decode_block(code: Code, held: Arguments, kind: Kind, tile: Value, block: Value, panel: Value, width: int) -> None:
@@ -56,10 +55,9 @@ def decode_float8(code: Code, held: Arguments, tile: Value, start: Value, panel:
         rows.append(code.load(I32.x(ROWS), held.codes + row * held.inputs + start))
         scales = scales.put(code.load(F32, held.scales, row * held.groups + group), code.constant(I64, number))
     scales = scales * 2.0**120
-    for quad, bytes_ in enumerate(transposed(code, rows)):
-        for place in range(4):
-            bits = (bytes_ << (24 - 8 * place)).signed_shift(4) & 0x87F00000  # as `float8.py` says
-            code.store(bits.view(scales.type) * scales, panel, (4 * quad + place) * width)
+    for quad, words in enumerate(transposed(code, rows)):
+        for place, values in enumerate(quads_of(words)):
+            code.store(values * scales, panel, (4 * quad + place) * width)
 
 
 def transposed(code: Code, rows: list[Value]) -> list[Value]:

@@ -11,17 +11,17 @@ from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.floats import load_floats
 from quantkit.kernels.cpu.language import F32, Code, Value
 from quantkit.kernels.cpu.pool import shared_pool
-from quantkit.kernels.cpu.rows import along, as_argument, load_argument, load_integers
+from quantkit.kernels.cpu.rows import along, load_integers
 
 
-def widened(x: Tensor, factor: float = 1.0, inputs: int = 0) -> Tensor:
-    """x [tokens, inputs] times a factor, contiguous, zeros up to so many inputs; x itself where that is the same."""
+def widened(x: Tensor, inputs: int = 0) -> Tensor:
+    """x [tokens, inputs], contiguous, with zeros up to so many inputs; x itself where that is the same."""
     padded = max(inputs, x.shape[1])
-    if x.dtype == torch.float32 and factor == 1.0 and x.is_contiguous() and padded == x.shape[1]:
+    if x.dtype == torch.float32 and x.is_contiguous() and padded == x.shape[1]:
         return x
     x = x if x.stride(1) == 1 else x.contiguous()
     wide = torch.empty(x.shape[0], padded)
-    arguments = [x.data_ptr(), x.stride(0), x.shape[1], wide.data_ptr(), padded, as_argument(factor)]
+    arguments = [x.data_ptr(), x.stride(0), x.shape[1], wide.data_ptr(), padded]
     shared_pool().run(_kernel(x.dtype), arguments, x.shape[0])
     return wide
 
@@ -33,12 +33,10 @@ def _kernel(dtype: torch.dtype) -> int:
 
 def _widen(code: Code, arguments: Value, first: Value, last: Value, *, dtype: torch.dtype) -> None:
     x, stride, inputs, wide, padded = load_integers(code, arguments, 5)
-    factor = load_argument(code, arguments, 5)
     with code.loop(first, last) as token:
 
         def write(place: Value, lanes: int, token: Value = token) -> None:
-            values = load_floats(code, dtype, lanes, x, token * stride + place)
-            code.store(values * factor.splat(lanes), wide, token * padded + place)
+            code.store(load_floats(code, dtype, lanes, x, token * stride + place), wide, token * padded + place)
 
         along(code, inputs, write)
         with code.loop(inputs, padded) as place:

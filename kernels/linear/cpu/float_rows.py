@@ -46,9 +46,9 @@ def takes_float8(x: Tensor, fmt: Format) -> bool:
     if not installed.can_compile():
         return False
     from quantkit.kernels.cpu import float8_product
-    from quantkit.kernels.cpu.panels import FLOAT8_INPUTS
+    from quantkit.kernels.cpu.float8 import QUADS
 
-    most = _MOST_BESIDE_PANELS if x.shape[1] % FLOAT8_INPUTS == 0 else MOST_TOKENS
+    most = _MOST_BESIDE_PANELS if x.shape[1] % QUADS == 0 else MOST_TOKENS
     return x.shape[0] <= most or (fmt.input_rounding is not None and float8_product.fits(x.dtype))
 
 
@@ -59,12 +59,11 @@ def multiply_float8(
     and their scales float32 [outputs, groups]. x is rounded as the format says, by the scale of the weight where it is
     given one."""
     from quantkit.kernels.cpu import float8_product
-    from quantkit.kernels.cpu.float8 import RAISED, round_tokens
-    from quantkit.kernels.cpu.widening import widened
+    from quantkit.kernels.cpu.float8 import raised, round_tokens
 
     x_scales: Tensor | None = None
     if fmt.input_rounding is None:
-        x = widened(x, RAISED)
+        x = raised(x)
     else:
         x, x_scales = round_tokens(x, scales.shape[1], _input_scale(given), halves=float8_product.fits(y.dtype))
     _run(x, x_scales, codes.view(torch.float8_e4m3fn), scales, bias, y)

@@ -31,9 +31,9 @@ def pays(held: Tiles | Rows, tokens: int, digits: int) -> bool:
     if not installed.can_compile():
         return False
     if isinstance(held, Rows):
-        from quantkit.kernels.cpu.panels import FLOAT8_INPUTS
+        from quantkit.kernels.cpu.float8 import QUADS
 
-        return held.float8 and held.codes.shape[1] % FLOAT8_INPUTS == 0
+        return held.float8 and held.codes.shape[1] % QUADS == 0
     return tokens >= _fewest(held, digits)
 
 
@@ -62,7 +62,7 @@ def multiply(
     if plan is None:
         plan = held.panel_plans[asked] = _new_plan(held, *asked)
     if rounding is None:
-        x = widened(x, inputs=plan.inputs)
+        x = widened(x, plan.inputs)
     else:
         x = rounded_floats(pool, x, rounding.outlier_threshold, plan.inputs)
     own = [x.data_ptr(), 0, 0, 0, 0 if bias is None else bias.data_ptr(), y.data_ptr(), tokens]
