@@ -28,7 +28,7 @@ from quantkit.formats import (
 from quantkit.formats.ct_float8 import covering_scales, round_to_float8
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.cpu.float8 import LOWERED, RAISED, round_tokens
-from quantkit.kernels.linear.cpu import float_rows, panels, slabs
+from quantkit.kernels.linear.cpu import float_rows, panels, slabs, tiled
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.cpu.tiled import Tiles
 from quantkit.kernels.linear.fuse import join
@@ -189,6 +189,18 @@ def test_more_than_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slabs, "SLAB", 1000)  # 7 rows of 128, and one row of 2048
     for fmt, inputs in ((Nf4(), 128), (CtPacked(bits=3, group_size=64), 2048)):
         assert_close(make_x(9, inputs, torch.float16), fmt, make(fmt, 40, inputs), torch.ones(40).half())
+
+
+@pytest.mark.parametrize("products", ["as on this CPU"], indirect=True)
+@pytest.mark.parametrize("tokens", [9, 131])
+@pytest.mark.parametrize("fmt", [*(CtPacked(bits=bits, group_size=32, sym=bits == 3) for bits in (3, 4, 8)), Nf4()])
+def test_bytes_for_many_tokens(fmt: Format, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this processor would rather decode codes for each few tokens, or multiply floats."""
+    monkeypatch.setattr(panels, "pays", lambda *asked, **named: False)
+    for size, registers in tiled.REGISTERS.items():
+        monkeypatch.setitem(tiled.REGISTERS, size, registers._replace(wide_from=(1, 1)))
+    monkeypatch.setattr(tiled, "WITHOUT_VNNI", tiled.REGISTERS[64])
+    assert_close(make_x(tokens, 768, torch.bfloat16), fmt, make(fmt, 50, 768))
 
 
 @pytest.mark.parametrize("products", ["as on this CPU"], indirect=True)

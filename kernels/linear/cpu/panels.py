@@ -45,7 +45,7 @@ def _fewest(tiles: Tiles, digits: int) -> float:
     dot = this_processor().dot
     if dot == "wide" or (dot == "pmaddubsw" and tiles.meaning.dot_bits == 8):
         return 8
-    return 64 if dot == "pmaddubsw" and tiles.block <= 32 else math.inf
+    return 128 if dot == "pmaddubsw" and tiles.block <= 32 else math.inf
 
 
 def multiply(

@@ -30,7 +30,8 @@ from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, chec
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.cpu import float_rows, panels, slabs, tiled
 from quantkit.kernels.linear.cpu.slabs import Rows, product_dtype, rows_of
-from quantkit.kernels.linear.cpu.tiled import TILE_ROWS, Tiles, tiles_of
+from quantkit.kernels.linear.cpu.tiled import TILE_ROWS, Tiles
+from quantkit.kernels.linear.cpu.tiling import tiles_of
 from quantkit.kernels.linear.fuse import same
 from quantkit.kernels.linear.weight import Choice, Kernel, LinearWeight, Untuned, by_name
 
