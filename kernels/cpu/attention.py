@@ -1,39 +1,31 @@
-"""Attention over a paged cache on a CPU, for few new tokens of each sequence; meaning as `reference.attention.attend`.
+"""Attention over a paged cache on a CPU; meaning as `reference.attention.attend`.
 
-A piece of work is one new token and one head of keys. Its queries are held, keys are read in their order, 16 at a time:
-their scores become weights, and values are added up by them. Prompts, trees, caps and caches of 8 bits or fewer are
-torch's.
+For few new tokens of each sequence a piece of work is one of them and one head of keys. Its queries are held, keys are
+read in their order, 16 at a time: their scores become weights, and values are added up by them. Prompts are
+`attention_blocks.py`'s; trees, caps and caches of 8 bits or fewer are torch's.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.kernels.cpu.attention_blocks import MOST_ROWS, attend_blocks
+from quantkit.kernels.cpu.attention_kind import Held, Kind
 from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.floats import BYTES, load_floats, store_floats
 from quantkit.kernels.cpu.language import F32, I32, I64, Code, Value
 from quantkit.kernels.cpu.pool import shared_pool
-from quantkit.kernels.cpu.rows import LANES, as_argument, exp, load_argument, load_integers, total
+from quantkit.kernels.cpu.rows import LANES, as_argument, exp, total
 from quantkit.kernels.reference import attention
 
 MOST_QUERIES = 8  # new tokens of a sequence; more are faster as products of matrices
-SHORT = 512  # tokens of a sequence, where that is not so
 _LARGEST_HEAD = 256
 _PARTS = 4  # of a head's values at a time, whose sums stay in registers
 _LOWEST = -3.0e38
-
-
-class Kind(NamedTuple):
-    """What kernels are compiled for."""
-
-    dtype: torch.dtype
-    kept: torch.dtype  # of the caches
-    head_dim: int
-    sinks: bool
 
 
 def attend(
@@ -58,7 +50,7 @@ def attend(
         and head_dim <= _LARGEST_HEAD
         and cache_k.shape[2] % LANES == 0
         and cache_k.dtype in BYTES
-        and (max_queries <= MOST_QUERIES or page_table.shape[1] * cache_k.shape[2] <= SHORT)
+        and heads // cache_k.shape[1] <= MOST_ROWS
     )
     if not taken or any(option is not None for option in more.values()):
         batch = (q, cache_k, cache_v, page_table, context_lengths, query_starts)
@@ -69,39 +61,21 @@ def attend(
     arguments = [q.data_ptr(), cache_k.data_ptr(), cache_v.data_ptr(), page_table.data_ptr(), page_table.stride(0)]
     arguments += [context_lengths.data_ptr(), query_starts.data_ptr(), len(context_lengths), out.data_ptr()]
     arguments += [heads, kv_heads, page_size, window or 1 << 40]
-    arguments += [0 if sinks is None else sinks.data_ptr(), as_argument(scale)]
     kind = Kind(q.dtype, cache_k.dtype, head_dim, sinks is not None)
-    shared_pool().run(_kernel(kind), arguments, tokens * kv_heads)
+    each = 1 if max_queries <= MOST_QUERIES else max(1, MOST_ROWS * kv_heads // heads)
+    pieces = -(-tokens // each) * kv_heads
+    arguments += [0 if sinks is None else sinks.data_ptr(), each, pieces, as_argument(scale)]
+    shared_pool().run(_kernel(kind, max_queries > MOST_QUERIES), arguments, pieces)
     return out
 
 
 @cache
-def _kernel(kind: Kind) -> int:
-    return compiled("attend", 3, partial(_attend, kind=kind))
-
-
-class Held(NamedTuple):
-    """The arguments inside the kernel."""
-
-    q: Value
-    keys: Value
-    values: Value
-    table: Value
-    table_stride: Value
-    contexts: Value
-    starts: Value
-    sequences: Value
-    out: Value
-    heads: Value
-    kv_heads: Value
-    page_size: Value
-    window: Value
-    sinks: Value
+def _kernel(kind: Kind, blocks: bool) -> int:
+    return compiled("attend", 3, partial(attend_blocks if blocks else _attend, kind=kind))
 
 
 def _attend(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
-    held = Held(*load_integers(code, arguments, len(Held._fields)))
-    scale = load_argument(code, arguments, len(Held._fields))
+    held, scale, _, _ = Held.read(code, arguments)
     with code.loop(first, last) as piece:
         token = piece // held.kv_heads
         kv_head = piece - token * held.kv_heads

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from long_cases import others_long
-from quantkit.kernels.cpu import float8_product, float_product, object_cache, panel_product, wide_product
+from quantkit.kernels.cpu import (
+    attention_blocks,
+    attention_kind,
+    float8_product,
+    float_product,
+    object_cache,
+    panel_product,
+    wide_product,
+)
 from quantkit.kernels.cpu.bytes import dot, look_up
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
@@ -129,6 +137,8 @@ def test_floats_on_other_processors(processor: Processor) -> None:
         panels = panel_product.PanelKind(codes, torch.bfloat16, *panel_product.shape_for(processor, 8))
         text = assembly("product", 3, partial(panel_product.multiply, kind=panels), processor)
         assert processor.cpu == "x86-64" or "fmla" in text or "vfmadd" in text
+    heads = attention_kind.Kind(torch.bfloat16, torch.bfloat16, 64, sinks=False)
+    assert assembly("attend", 3, partial(attention_blocks.attend_blocks, kind=heads), processor)
     rounding = Kind(Codes(8, zero=0), 128, 1, 2, torch.bfloat16, torch.float32, outliers=True)
     assert assembly("product", 3, partial(multiply, kind=rounding), processor)
 

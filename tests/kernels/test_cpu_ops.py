@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pairwise import cover
-from quantkit.kernels.cpu import activation, attention, greedy, norm, rotary, tape
+from quantkit.kernels.cpu import activation, attention, attention_blocks, compiling, greedy, norm, rotary, tape
 from quantkit.kernels.reference import attention as reference_attention
 from quantkit.kernels.reference import elementwise, sampling
 
@@ -98,18 +98,53 @@ def test_attention(
     assert not bool(found[-1].any())
 
 
-def test_long_prompts_and_caps_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kept", "heads", "head_dim", "window", "has_sinks", "registers"),
+    cover(DTYPES, DTYPES, (2, 6, 40), (16, 64, 144), (None, 1, 70), (False, True), [(6, 4), (4, 1), (2, 2), (2, 1)]),
+)
+def test_attention_of_prompts(
+    dtype: torch.dtype,
+    kept: torch.dtype,
+    heads: int,
+    head_dim: int,
+    window: int | None,
+    has_sinks: bool,
+    registers: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the start, behind a prefix, beside answers, with blocks that hold the end of one sequence and the start of
+    the next; what lies in pages behind a sequence is not read. With sums as other processors hold them."""
+    attention._kernel.cache_clear()
+    monkeypatch.setattr(attention_blocks, "_registers", lambda processor: registers)
+    monkeypatch.setattr(compiling, "kept_object", lambda name, body, processor, compile: compile())
+    kv_heads, page_size, contexts, new = 2, 16, [83, 1, 150, 9, 17], [83, 1, 90, 9, 1]
+    keys, values = (numbers(21, kv_heads, page_size, head_dim, dtype=kept, seed=seed) for seed in (0, 1))
+    table, free = torch.zeros(5, 10, dtype=torch.int32), iter(torch.randperm(21).tolist())
+    for row, context in enumerate(contexts):
+        for page in range(-(-context // page_size)):
+            table[row, page] = next(free)
+        inside = (context - 1) % page_size + 1
+        keys[table[row, page], :, inside:], values[table[row, page], :, inside:] = float("nan"), float("nan")
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+    q = numbers(sum(new) + 1, heads, head_dim, dtype=dtype)
+    sinks = numbers(heads, dtype=dtype) if has_sinks else None
+    batch = (q, keys, values, table, torch.tensor(contexts, dtype=torch.int32), starts)
+    found = attention.attend(*batch, scale=0.2, max_queries=90, window=window, sinks=sinks)
+    clean = (q, keys.nan_to_num(0.0), values.nan_to_num(0.0), *batch[3:])
+    wanted = reference_attention.attend(*clean, scale=0.2, window=window, sinks=sinks)
+    assert_near(found, wanted.to(dtype))
+    assert not bool(found[-1].any())
+    attention._kernel.cache_clear()
+
+
+def test_caps_and_many_heads_are_left_to_torch() -> None:
     keys, values = (numbers(2, 1, 16, 16, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    q, table = numbers(12, 2, 16, dtype=torch.float32), torch.tensor([[1]], dtype=torch.int32)
+    q, table = numbers(12, 70, 16, dtype=torch.float32), torch.tensor([[1]], dtype=torch.int32)
     batch = (q, keys, values, table, torch.tensor([14], dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32))
-    assert_near(attention.attend(*batch, scale=0.3, max_queries=12), reference_attention.attend(*batch, scale=0.3))
-    monkeypatch.setattr(attention, "SHORT", 15)
-    for options in ({"soft_cap": None}, {"soft_cap": 5.0}):
-        found = attention.attend(*batch, scale=0.3, max_queries=12, **options)
-        assert torch.equal(found, reference_attention.attend(*batch, scale=0.3, **options))
-    few = (q[:1], keys, values, table, batch[4], torch.tensor([0, 1], dtype=torch.int32))
-    capped = attention.attend(*few, scale=3.0, max_queries=1, soft_cap=0.5)
-    assert torch.equal(capped, reference_attention.attend(*few, scale=3.0, soft_cap=0.5))
+    few = (q[:, :2].contiguous(), *batch[1:])
+    for given, options in ((batch, {"soft_cap": None}), (few, {"soft_cap": 5.0})):
+        found = attention.attend(*given, scale=0.3, max_queries=12, **options)
+        assert torch.equal(found, reference_attention.attend(*given, scale=0.3, **options))
 
 
 @pytest.mark.parametrize(("dtype", "vocab"), cover(DTYPES, (1, 16, 100, 1000)))
