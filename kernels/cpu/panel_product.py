@@ -19,7 +19,7 @@ from quantkit.kernels.cpu.float_product import places
 from quantkit.kernels.cpu.language import F32, I64, Code, Value
 from quantkit.kernels.cpu.panels import decode_block, decode_float8
 from quantkit.kernels.cpu.processor import Processor
-from quantkit.kernels.cpu.product import Arguments, Kind
+from quantkit.kernels.cpu.product_kind import Arguments, Kind
 from quantkit.kernels.cpu.tiles import ROWS
 
 DEPTH = 128  # inputs of a panel

@@ -7,14 +7,15 @@ from __future__ import annotations
 from quantkit.kernels.cpu import product
 from quantkit.kernels.cpu.float8 import quads_of
 from quantkit.kernels.cpu.language import F32, I32, I64, Code, Value
-from quantkit.kernels.cpu.product import Arguments, Kind
+from quantkit.kernels.cpu.product_kind import Arguments, Kind
+from quantkit.kernels.cpu.small_scales import outer_of
 from quantkit.kernels.cpu.tiles import ROWS
 
 
 def decode_block(code: Code, held: Arguments, kind: Kind, tile: Value, block: Value, panel: Value, width: int) -> None:
     """A block of a tile of packed codes; a vector in the panel every `width` numbers."""
     group = block // held.blocks
-    outer = product.outer_of(code, held, kind, (tile * held.groups + group) // kind.every * ROWS)
+    outer = outer_of(code, held, kind, (tile * held.groups + group) // kind.every * ROWS)
     grid = product.grid_of(code, held, kind, (tile * held.groups + group) * ROWS, outer)
     scales = grid.scales * kind.codes.unit(kind.codes.used(kind.digits))
     zero = grid.zeros if grid.zeros is not None else kind.codes.zero or 0

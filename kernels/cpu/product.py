@@ -6,8 +6,7 @@ same inputs of several tokens, and goes on; at the end of a block sums of whole 
 values of a table have several digits, products of digits that count the same are added in one sum. There are as many
 sums as the longer of both has digits: products that count less than the last are smaller than what rounding has lost.
 
-Where several groups share an outer scale and their own are small whole numbers, a block of x is as long as they are
-together, if it has one digit: sums are multiplied with small scales as whole numbers, and become floats at its end.
+Where several groups share an outer scale, sums may stay whole numbers for longer (`small_scales.py`).
 """
 
 from __future__ import annotations
@@ -20,68 +19,14 @@ import torch
 from quantkit.kernels.cpu.bytes import dot, look_up, signed_byte
 from quantkit.kernels.cpu.floats import load_floats, to_stored
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
-from quantkit.kernels.cpu.tiles import ROWS, Codes
+from quantkit.kernels.cpu.product_kind import Arguments, Kind
+from quantkit.kernels.cpu.small_scales import Outer, WholeSums, outer_of, small_of
+from quantkit.kernels.cpu.tiles import ROWS
 
 INPUTS = 16  # of a turn: what a vector of x holds everywhere
 # Whole numbers up to 2^22 on either side, added to this one's bits, are the float beside it plus that number.
 _BITS_OF_MIDDLE, _MIDDLE = 0x4B400000, float(3 << 22)
 _MOST_FROM_MIDDLE = 128
-
-
-class Arguments(NamedTuple):
-    """Addresses and sizes, in their order."""
-
-    codes: Value
-    scales: Value
-    zeros: Value
-    x: Value
-    x_tokens: Value  # that x has room for, which is where its next digit begins
-    x_scales: Value
-    x_sums: Value
-    bias: Value  # 0: none
-    y: Value
-    tokens: Value
-    outputs: Value
-    inputs: Value  # of the codes and digits: padded
-    groups: Value  # of a row of the weight
-    blocks: Value  # of x in a group of the weight
-    tiles: Value  # of a piece of work
-    lows: Value  # what is added to every weight of a group, like its scale
-    outer_scales: Value  # that several groups share, in `Kind.every`
-    outer_lows: Value
-    y_stride: Value
-    outliers: Value  # the head of `token_rounding.Outliers`, where x has them
-
-
-class Kind(NamedTuple):
-    """What kernels are compiled for."""
-
-    codes: Codes
-    block: int  # inputs of x that share a scale
-    digits: int  # of x
-    tokens: int  # at a time
-    dtype: torch.dtype  # of y and bias
-    scales: torch.dtype
-    every: int = 1  # groups that share an outer scale, and an outer low; 1: a scale is all that a group has
-    lows: torch.dtype | None = None
-    outliers: bool = False  # columns of x are multiplied as they are: codes of 8 bits with one scale a row
-    wide: bool = False  # codes are decoded for many tokens at once (`wide_product.py`)
-    rows: int = ROWS  # outputs at a time: of a tile all, or half of them where a processor has registers for no more
-
-    @property
-    def whole_scales(self) -> bool:
-        """Whether small scales are multiplied as whole numbers: all sums fit 32 bits."""
-        return self.every > 1 and self.digits == 1
-
-    @property
-    def sums(self) -> int:
-        return max(self.digits, self.codes.used(self.digits))
-
-    @property
-    def unit(self) -> float:
-        """What the last sum counts, beside scales."""
-        used = self.codes.used(self.digits)
-        return self.codes.unit(used) * 256.0 ** (used + self.digits - 1 - self.sums)
 
 
 def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: Kind) -> None:
@@ -117,23 +62,12 @@ def _of_tile(code: Code, held: Arguments, kind: Kind, tile: Value, row: Value, t
     return [total.get() for total in sums]
 
 
-Outer = tuple[Value | None, Value | None]  # scales and lows that several groups share
-
-
 class Grid(NamedTuple):
     """What a group's codes stand for, of `Kind.rows` outputs."""
 
     scales: Value
     zeros: Value | None
     lows: Value | None
-
-
-def outer_of(code: Code, held: Arguments, kind: Kind, place: Value) -> Outer:
-    """Scales and lows that several groups share, in 16 bits."""
-    if kind.every == 1:
-        return None, None
-    scales = load_floats(code, torch.float16, kind.rows, held.outer_scales, place)
-    return scales, load_floats(code, torch.float16, kind.rows, held.outer_lows, place) if kind.lows else None
 
 
 def grid_of(code: Code, held: Arguments, kind: Kind, place: Value, outer: Outer) -> Grid:
@@ -173,41 +107,6 @@ def _add_groups(
     for number, (total, own) in enumerate(zip(sums, counted, strict=True)):
         scale = code.load(F32, held.x_scales, (token + number) * held.groups + first)
         total.set(own.scaled(code, kind, total.get(), outer, scale))
-
-
-class WholeSums(NamedTuple):
-    """Of one token: products times small scales, and its own sums times small lows."""
-
-    products: Variable
-    lows: Variable | None
-
-    @classmethod
-    def begun(cls, code: Code, kind: Kind) -> WholeSums:
-        none = code.constant(I32.x(kind.rows), 0)
-        return cls(code.variable(none), code.variable(none) if kind.lows else None)
-
-    def add(self, part: Value, of_x: Value, small: Outer) -> None:
-        """Of one group, with its small scales and lows."""
-        scales, lows = small
-        assert scales is not None
-        self.products.set(self.products.get() + part * scales)
-        if self.lows is not None and lows is not None:
-            self.lows.set(self.lows.get() + lows * of_x.splat(lows.type.lanes))
-
-    def scaled(self, code: Code, kind: Kind, total: Value, outer: Outer, scale: Value) -> Value:
-        """The same as floats, beside what was there."""
-        scales, lows = outer
-        assert scales is not None
-        total = code.fma(self.products.get().to(F32), scales * (scale * kind.unit).splat(kind.rows), total)
-        if self.lows is None or lows is None:
-            return total
-        return code.fma(self.lows.get().to(F32), lows * scale.splat(kind.rows), total)
-
-
-def small_of(code: Code, held: Arguments, kind: Kind, place: Value) -> Outer:
-    """Scales and lows of a group, whole numbers."""
-    scales = code.load(I8.x(kind.rows), held.scales, place).to(I32)
-    return scales, code.load(I8.x(kind.rows), held.lows, place).to(I32) if kind.lows else None
 
 
 def _add_block(

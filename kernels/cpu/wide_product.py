@@ -10,7 +10,9 @@ from functools import cache, partial
 from quantkit.kernels.cpu import product
 from quantkit.kernels.cpu.compiling import compiled
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value, Variable
-from quantkit.kernels.cpu.product import INPUTS, Arguments, Grid, Kind
+from quantkit.kernels.cpu.product import INPUTS, Grid
+from quantkit.kernels.cpu.product_kind import Arguments, Kind
+from quantkit.kernels.cpu.small_scales import Outer, WholeSums, outer_of, small_of
 from quantkit.kernels.cpu.tiles import ROWS
 
 _TOKENS = 128  # that share a decoded block: their sums take 8 KB
@@ -62,7 +64,7 @@ def _add_tile(
 ) -> None:
     codes, decoded = code.variable(held.codes + tile * held.inputs * (ROWS * kind.codes.bits // 8)), room[0]
     with code.loop(0, held.groups, kind.every) as first:
-        outer = product.outer_of(code, held, kind, (tile * held.groups + first) // kind.every * ROWS)
+        outer = outer_of(code, held, kind, (tile * held.groups + first) // kind.every * ROWS)
         if kind.whole_scales:
             _decode_groups(code, held, kind, codes, (tile * held.groups + first) * ROWS, room)
             with code.loop(*tokens, kind.tokens) as token:
@@ -84,7 +86,7 @@ def _decode_groups(
     decoded, small = room
     with code.loop(0, kind.every) as group:
         _decode(code, kind, codes, decoded + group * (kind.block * ROWS))
-        for number, values in enumerate(product.small_of(code, held, kind, place + group * ROWS)):
+        for number, values in enumerate(small_of(code, held, kind, place + group * ROWS)):
             if values is not None:
                 code.store(values, small, (group * 2 + number) * ROWS)
 
@@ -93,14 +95,14 @@ def _add_groups(
     code: Code,
     held: Arguments,
     kind: Kind,
-    outer: product.Outer,
+    outer: Outer,
     where: tuple[Value, Value],
     sums: Value,
     room: tuple[Value, Value],
 ) -> None:
     """Groups of some tokens, which `where` names first."""
     (token, first), (decoded, small) = where, room
-    counted = [product.WholeSums.begun(code, kind) for _ in range(kind.tokens)]
+    counted = [WholeSums.begun(code, kind) for _ in range(kind.tokens)]
     with code.loop(0, kind.every) as number:
         group = first + number
         sums_of_x = product.digit_sums(code, held, kind, token, group)

@@ -25,7 +25,8 @@ from quantkit.kernels.cpu.floats import load_floats, to_stored
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
 from quantkit.kernels.cpu.pool import Pool, shared_pool
 from quantkit.kernels.cpu.processor import KNOWN, Processor, this_processor
-from quantkit.kernels.cpu.product import Kind, multiply
+from quantkit.kernels.cpu.product import multiply
+from quantkit.kernels.cpu.product_kind import Kind
 from quantkit.kernels.cpu.tiles import Codes
 
 pytestmark = pytest.mark.kernel

@@ -72,7 +72,7 @@ def multiply(
 def _new_plan(held: Tiles | Rows, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> PanelPlan:
     from quantkit.kernels.cpu.panel_product import PanelKind, kernel, shape_for
     from quantkit.kernels.cpu.processor import this_processor
-    from quantkit.kernels.cpu.product import Kind
+    from quantkit.kernels.cpu.product_kind import Kind
 
     tiles, together = shape_for(this_processor(), tokens)
     count, groups = -(-outputs // TILE_ROWS), held.scales.shape[1]

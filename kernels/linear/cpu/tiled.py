@@ -109,7 +109,7 @@ class Tiles:
         self, digits: int, tokens: int, outputs: int, dtype: torch.dtype, threads: int, outliers: bool
     ) -> Plan:
         from quantkit.kernels.cpu.processor import this_processor
-        from quantkit.kernels.cpu.product import Kind
+        from quantkit.kernels.cpu.product_kind import Kind
         from quantkit.kernels.cpu.wide_product import kernel
 
         processor = this_processor()
