@@ -77,7 +77,7 @@ def attend_blocks(code: Code, arguments: Value, first: Value, last: Value, *, ki
         start, kv_head = block * tokens, place - block * held.kv_heads
         with code.loop(0, held.sequences) as sequence:
             begin, end = (code.load(I32, held.starts, sequence + more).to(I64) for more in (0, 1))
-            low, high = _larger(code, begin, start), _smaller(code, end, start + tokens)
+            low, high = code.larger(begin, start), code.smaller(end, start + tokens)
             with code.when(low < high):
                 context = code.load(I32, held.contexts, sequence).to(I64)
                 reach_first = context - (end - low) + 1
@@ -87,19 +87,11 @@ def attend_blocks(code: Code, arguments: Value, first: Value, last: Value, *, ki
                     group=group,
                     kv_head=kv_head,
                     table=held.table + sequence * held.table_stride * 4,
-                    low=_larger(code, reach_first - held.window, code.constant(I64, 0)),
+                    low=code.larger(reach_first - held.window, code.constant(I64, 0)),
                     reach=reach_first + (high - low) - 1,
                     reach_first=reach_first,
                 )
                 _attend_block(code, kind, held, own, room, scale)
-
-
-def _smaller(code: Code, left: Value, right: Value) -> Value:
-    return code.select(left < right, left, right)
-
-
-def _larger(code: Code, left: Value, right: Value) -> Value:
-    return code.select(left < right, right, left)
 
 
 def _attend_block(code: Code, kind: Kind, held: Held, block: _Block, room: _Room, scale: Value) -> None:
@@ -114,7 +106,7 @@ def _attend_block(code: Code, kind: Kind, held: Held, block: _Block, room: _Room
         code.store(code.load(F32, held.sinks, head) if kind.sinks else code.constant(F32, _LOWEST), room.tops, row)
         code.store(code.constant(F32, 1.0 if kind.sinks else 0.0), room.totals, row)
     with code.loop((block.low >> 4) << 4, block.reach, some) as chunk:
-        count = _smaller(code, block.reach - chunk, code.constant(I64, some))
+        count = code.smaller(block.reach - chunk, code.constant(I64, some))
         _read(code, kind, held, block, room, chunk, count)
         _multiply(code, block.rows, kind.head_dim, some, (room.queries, room.keys, room.scores))
         with code.loop(0, block.rows) as row:
@@ -200,7 +192,7 @@ def _before(
 def _weigh(code: Code, held: Held, block: _Block, room: _Room, row: Value, chunk: Value, some: int) -> None:
     """Makes weights of the scores of a row, and says by what its earlier sums fade."""
     reach = block.reach_first + row // block.group
-    low = _larger(code, reach - held.window, code.constant(I64, 0))
+    low = code.larger(reach - held.window, code.constant(I64, 0))
     before = code.load(F32, room.tops, row)
     most, seen, scores = before.splat(LANES), [], []
     for part in range(0, some, LANES):

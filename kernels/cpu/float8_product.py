@@ -66,7 +66,7 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
     held = Arguments(*(code.load(I64, arguments, place) for place in range(len(Arguments._fields))))
     memory = code.load(I64, arguments, len(Arguments._fields)) if kind.shared else None
     end = last * held.each
-    with code.loop(first * held.each, code.select(end < held.outputs, end, held.outputs), kind.rows) as row:
+    with code.loop(first * held.each, code.smaller(end, held.outputs), kind.rows) as row:
         rows = places(code, row, kind.rows, held.outputs)
         if memory is None:
             weights = partial(_float8, code, held, rows)

@@ -81,7 +81,7 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
     held = Arguments(*(code.load(I64, arguments, place) for place in range(len(Arguments._fields))))
     rows, end = kind.rows(code.processor), last * held.each
     with (
-        code.loop(first * held.each, code.select(end < held.outputs, end, held.outputs), rows) as row,
+        code.loop(first * held.each, code.smaller(end, held.outputs), rows) as row,
         code.loop(0, held.tokens, kind.tokens) as token,
     ):
         turn = Turn(places(code, row, rows, held.outputs), places(code, token, kind.tokens, held.tokens))

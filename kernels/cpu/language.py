@@ -254,6 +254,12 @@ class Code:
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         return Value(self, yes.type, self.builder.select(condition.llvm, yes.llvm, no.llvm))
 
+    def smaller(self, left: Value, right: Value) -> Value:
+        return self.select(left < right, left, right)
+
+    def larger(self, left: Value, right: Value) -> Value:
+        return self.select(left < right, right, left)
+
     def call(self, name: str, result: Type, *values: Value) -> Value:
         """One of LLVM's own functions (`llvm.fma.v16f32`), or one of the C library."""
         return Value(self, result, self._call(name, result.llvm, values))

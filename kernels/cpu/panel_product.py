@@ -73,23 +73,19 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: P
     sums = code.room(F32.x(ROWS), _CHUNK * kind.tokens * kind.tiles)
     count, end = (held.outputs + (ROWS - 1)) // ROWS, last * held.tiles
     with (
-        code.loop(first * held.tiles, _less(code, end, count), kind.tiles) as tile,
+        code.loop(first * held.tiles, code.smaller(end, count), kind.tiles) as tile,
         code.loop(0, held.tokens, _CHUNK * kind.tokens) as token,
     ):
-        stop = _less(code, token + _CHUNK * kind.tokens, held.tokens)
+        stop = code.smaller(token + _CHUNK * kind.tokens, held.tokens)
         with code.loop(0, (stop - token + (kind.tokens - 1)) * kind.tiles) as number:
             code.store(code.constant(F32.x(ROWS), 0.0), sums, number * ROWS)
         with code.loop(0, held.inputs, kind.depth) as start:
-            depth = _less(code, code.constant(I64, kind.depth), held.inputs - start)
+            depth = code.smaller(code.constant(I64, kind.depth), held.inputs - start)
             _decode(code, held, kind, (tile, count), (start, depth), panel)
             with code.loop(token, stop, kind.tokens) as some:
                 x = [held.x + (row * held.inputs + start) * 4 for row in places(code, some, kind.tokens, held.tokens)]
                 _add(code, kind, x, panel, sums + (some - token) * (4 * kind.width), depth)
         _store(code, held, kind, (tile, count), (token, stop), sums)
-
-
-def _less(code: Code, left: Value, right: Value) -> Value:
-    return code.select(left < right, left, right)
 
 
 def _decode(
@@ -98,7 +94,7 @@ def _decode(
     """So many inputs from the first of them on; behind the last tile stands the last one again."""
     (tile, count), (start, depth) = tiles, inputs
     for number in range(kind.tiles):
-        own = _less(code, tile + number, count - 1)
+        own = code.smaller(tile + number, count - 1)
         with code.loop(0, depth, kind.step) as place:
             to = panel + (place * kind.tiles + number) * (4 * ROWS)
             if kind.codes is None:

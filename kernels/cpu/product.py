@@ -34,7 +34,7 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
     count = (held.outputs + (ROWS - 1)) // ROWS
     end = last * held.tiles
     with (
-        code.loop(first * held.tiles, code.select(end < count, end, count)) as tile,
+        code.loop(first * held.tiles, code.smaller(end, count)) as tile,
         code.loop(0, held.tokens, kind.tokens) as token,
         code.loop(0, ROWS, kind.rows) as row,
     ):

@@ -33,10 +33,10 @@ def multiply(code: Code, arguments: Value, first: Value, last: Value, *, kind: K
     small = code.room(I32.x(ROWS), 2 * groups)
     count, end = (held.outputs + (ROWS - 1)) // ROWS, last * held.tiles
     with (
-        code.loop(first * held.tiles, code.select(end < count, end, count)) as tile,
+        code.loop(first * held.tiles, code.smaller(end, count)) as tile,
         code.loop(0, held.tokens, _TOKENS) as token,
     ):
-        stop = code.select(token + _TOKENS < held.tokens, token + _TOKENS, held.tokens)
+        stop = code.smaller(token + _TOKENS, held.tokens)
         with code.loop(0, stop - token + (kind.tokens - 1)) as number:
             code.store(code.constant(F32.x(ROWS), 0.0), sums, number * ROWS)
         _add_tile(code, held, kind, tile, (token, stop), sums, (decoded, small))
