@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.kernels.cpu.language import I8, I16, I32, Code, Value
+from quantkit.kernels.cpu.language import F32, I8, I16, I32, Code, Value
+from quantkit.kernels.cpu.processor import Processor
 
 
 def dot(code: Code, sums: Value, codes: Value, x: Value, *, bits: int) -> Value:
@@ -73,6 +74,17 @@ def look_up(code: Code, table: Sequence[int], places: Value) -> Value:
     values = code.constant(I8.x(size), [byte & 255 for byte in table] * (size // 16))
     parts = [places.cut(start, size) for start in range(0, places.type.lanes, size)]
     return code.join([code.call(name, values.type, values, part) for part in parts])
+
+
+def looks_up_floats(processor: Processor) -> bool:
+    """Whether an instruction finds one of 16 floats in each lane."""
+    return processor.vector == 64
+
+
+def look_up_float(code: Code, table: Sequence[float], places: Value) -> Value:
+    """Floats of a table of 16, by the lowest four bits of 16 lanes; where the processor `looks_up_floats`."""
+    values = code.constant(F32.x(16), list(table))
+    return code.call("llvm.x86.avx512.permvar.sf.512", values.type, values, places)
 
 
 def _select(code: Code, table: Sequence[int], places: Value) -> Value:

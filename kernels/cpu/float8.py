@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.cpu.compiling import compiled
-from quantkit.kernels.cpu.floats import load_floats, upper_halves
+from quantkit.kernels.cpu.floats import load_floats, size_of, upper_halves
 from quantkit.kernels.cpu.language import F16, F32, I8, I16, I32, Code, Value
 from quantkit.kernels.cpu.pool import shared_pool
 from quantkit.kernels.cpu.rows import LANES, along, as_argument, load_argument, load_integers
@@ -27,6 +27,8 @@ RAISED_UNIT = 2.0**120 / RAISED  # what a product of a raised number and a `load
 LOWERED = 2.0**-4  # what float16 of tokens are held times: of products in float16, 256 add up to less than 2^14
 QUADS = 64  # float8 that are read together
 _LARGEST = 448.0
+_EXPONENT_OF_SMALLEST = (127 - 6) << 23  # of float8 with a leading one, in the bits of a float32
+_MUCH_LARGER = (20 << 23) + (1 << 22)  # added to an exponent: one and a half times 2^20
 
 
 def load_float8(code: Code, lanes: int, address: Value, place: Value) -> Value:
@@ -140,26 +142,26 @@ def _raise(code: Code, arguments: Value, first: Value, last: Value, *, dtype: to
 
 def _scale(code: Code, dtype: torch.dtype, source: Value, size: Value) -> Value:
     """That brings the largest of some numbers to the largest float8; 1 where all are 0."""
-    most = {lanes: code.variable(code.constant(F32.x(lanes), 0.0)) for lanes in (LANES, 1)}
+    most = {lanes: code.variable(code.constant(I32.x(lanes), 0)) for lanes in (LANES, 1)}
 
     def look(place: Value, lanes: int) -> None:
-        size = code.of_each("fabs", load_floats(code, dtype, lanes, source, place))
-        most[lanes].set(code.of_each("maximum", most[lanes].get(), size))
+        size = size_of(load_floats(code, dtype, lanes, source, place))
+        most[lanes].set(code.larger(most[lanes].get(), size))
 
     along(code, size, look)
-    largest = code.of_each("maximum", code.over_lanes("fmaximum", most[LANES].get()), most[1].get().at(0))
+    largest = code.larger(code.over_lanes("smax", most[LANES].get()), most[1].get().at(0)).view(F32)
     return code.select(largest.equals(0.0), code.constant(F32, 1.0), largest // code.constant(F32, _LARGEST))
 
 
 def rounded(code: Code, value: Value) -> Value:
     """To the nearest float8, ties to even; what is too large becomes the largest."""
-    limit = code.constant(value.type, _LARGEST)
-    lowest = code.constant(value.type, -_LARGEST)
-    value = code.of_each("maximum", code.of_each("minimum", value, limit), lowest)
-    bits = value.view(I32.x(value.type.lanes))
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).view(value.type)
-    small = code.of_each("rint", value * 512.0) * (1 / 512)
-    return code.select(code.of_each("fabs", value) < 2.0**-6, small, normal)
+    value = code.smaller(value, code.constant(value.type, _LARGEST))
+    value = code.larger(value, code.constant(value.type, -_LARGEST))
+    # Beside a float 2^20 times as large, three binary digits are left; below 2^-6 there are as many as at 2^-6.
+    exponent = value.view(I32.x(value.type.lanes)) & 0x7F800000
+    smallest = code.constant(exponent.type, _EXPONENT_OF_SMALLEST)
+    beside = (code.larger(exponent, smallest) + _MUCH_LARGER).view(value.type)
+    return (value + beside) - beside
 
 
 def _widen(code: Code, arguments: Value, first: Value, last: Value) -> None:

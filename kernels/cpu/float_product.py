@@ -159,6 +159,9 @@ def _add_group(code: Code, held: Arguments, kind: Kind, turn: Turn, inputs: tupl
     step = QUADS if kind.scaled else lanes
     whole = start + (stop - start) // step * step
     with code.loop(start, whole, step) as place:
+        if len(turn.rows) > 1:  # several rows are no stream that a processor would see ahead of
+            for row in turn.rows:
+                code.ask(held.weight + ((row + len(turn.rows)) * held.inputs + place) * kind.stored.itemsize)
         weights = [part for row in turn.rows for part in _load_many(code, held, kind, row * held.inputs + place, lanes)]
         add(place, weights, sums.many, step)
     with code.loop(whole, stop) as place:

@@ -49,3 +49,8 @@ def rounded(code: Code, dtype: torch.dtype, values: Value) -> Value:
         return values
     stored = to_stored(code, dtype, values)
     return stored.to(F32) if dtype == torch.float16 else (stored.to(I32, signed=False) << 16).view(values.type)
+
+
+def size_of(values: Value) -> Value:
+    """Bits of float32 without their signs: whole numbers in the order of sizes, of which NaN is the largest."""
+    return values.view(I32.x(values.type.lanes)) & 0x7FFFFFFF

@@ -212,6 +212,13 @@ class Code:
     def store(self, value: Value, address: Value, place: Value | int = 0) -> None:
         self.builder.store(value.llvm, self._pointer(value.type, address, place), align=value.type.bits // 8)
 
+    def ask(self, address: Value) -> None:
+        """For the line of memory around any address, which will be read soon."""
+        pointer = self.builder.inttoptr(address.llvm, ir.IntType(8).as_pointer())
+        function = self._function("llvm.prefetch.p0", ir.VoidType(), [pointer.type, *[ir.IntType(32)] * 3])
+        read, keep, data = (ir.IntType(32)(number) for number in (0, 3, 1))
+        self.builder.call(function, [pointer, read, keep, data])
+
     def _pointer(self, type: Type, address: Value, place: Value | int) -> Any:
         bytes_each = type.bits // 8
         return self.builder.inttoptr((address + place * bytes_each).llvm, type.llvm.as_pointer())
@@ -269,9 +276,12 @@ class Code:
         self._call(name, ir.VoidType(), values)
 
     def _call(self, name: str, result: ir.Type, values: Sequence[Value]) -> Any:
-        module, types = self.builder.module, [value.type.llvm for value in values]
-        function = module.globals.get(name) or ir.Function(module, ir.FunctionType(result, types), name)
+        function = self._function(name, result, [value.type.llvm for value in values])
         return self.builder.call(function, [value.llvm for value in values])
+
+    def _function(self, name: str, result: ir.Type, types: Sequence[ir.Type]) -> Any:
+        module = self.builder.module
+        return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, types), name)
 
     def join(self, parts: Sequence[Value]) -> Value:
         """Vectors of one length behind each other; as many as a power of two."""

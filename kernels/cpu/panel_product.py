@@ -94,13 +94,13 @@ def _decode(
     """So many inputs from the first of them on; behind the last tile stands the last one again."""
     (tile, count), (start, depth) = tiles, inputs
     for number in range(kind.tiles):
-        own = code.smaller(tile + number, count - 1)
-        with code.loop(0, depth, kind.step) as place:
-            to = panel + (place * kind.tiles + number) * (4 * ROWS)
-            if kind.codes is None:
-                decode_float8(code, held, own, start + place, to, kind.width)
-            else:
-                decode_block(code, held, kind.codes, own, (start + place) // kind.step, to, kind.width)
+        own, to = code.smaller(tile + number, count - 1), panel + 4 * ROWS * number
+        if kind.codes is None:
+            decode_float8(code, held, own, start, depth, to, kind.width)
+        else:
+            with code.loop(0, depth, kind.step) as place:
+                block = (start + place) // kind.step
+                decode_block(code, held, kind.codes, own, block, to + place * (4 * kind.width), kind.width)
 
 
 def _add(code: Code, kind: PanelKind, x: list[Value], panel: Value, sums: Value, depth: Value) -> None:

@@ -44,6 +44,14 @@ class Codes:
     def planes(self) -> tuple[int, ...]:
         return PLANES[self.bits]
 
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The values of a table, all digits together: below 2^24, so a float32 holds them."""
+        values = [0] * len(self.digits[0])
+        for digit in self.digits:
+            values = [256 * value + more for value, more in zip(values, digit, strict=True)]
+        return tuple(values)
+
     @property
     def has_zero_points(self) -> bool:
         return self.zero is None and not self.digits

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.kernels.cpu.activations import LANES, Digits, load_inputs, room_for
 from quantkit.kernels.cpu.compiling import compiled
-from quantkit.kernels.cpu.floats import load_floats, rounded
+from quantkit.kernels.cpu.floats import load_floats, rounded, size_of
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
 from quantkit.kernels.cpu.pool import Pool
 from quantkit.kernels.cpu.rows import along, as_argument, load_argument, load_integers
@@ -86,12 +86,13 @@ def _find(code: Code, arguments: Value, first: Value, last: Value, *, dtype: tor
     count = code.variable(code.constant(I64, 0))
 
     def look(place: Value, lanes: int) -> None:
-        most = code.variable(code.constant(F32.x(lanes), 0.0))
+        most = code.variable(code.constant(I32.x(lanes), 0))
         with code.loop(0, tokens) as token:
-            values = rounded(code, torch.float16, load_floats(code, dtype, lanes, x, token * stride + place))
-            most.set(code.of_each("maximum", most.get(), code.of_each("fabs", values)))
-        code.store(most.get(), largest, place)
-        top = most.get().at(0) if lanes == 1 else code.over_lanes("fmaximum", most.get())
+            size = size_of(load_floats(code, dtype, lanes, x, token * stride + place))
+            most.set(code.larger(most.get(), size))
+        found = rounded(code, torch.float16, most.get().view(F32.x(lanes)))  # the largest of rounded ones, too
+        code.store(found, largest, place)
+        top = found.at(0) if lanes == 1 else code.over_lanes("fmaximum", found)
         small = top < threshold
         with code.when(small.equals(0)), code.loop(place, place + lanes) as column:
             size = code.load(F32, largest, column)
@@ -162,18 +163,24 @@ class _Row(NamedTuple):
 
     def at(self, place: Value) -> Value:
         """16 of those that are rounded, zeros for outliers and after the last."""
+        part = self._exact(place)
+        return part if self.columns is None else rounded(self.code, torch.float16, part)
+
+    def _exact(self, place: Value) -> Value:
         part = load_inputs(self.code, self.dtype, self.address, place, self.inputs)
         if self.columns is None:
             return part
-        zeros = self.code.constant(part.type, 0.0)
-        return self.code.select(self.columns.fit(place), rounded(self.code, torch.float16, part), zeros)
+        return self.code.select(self.columns.fit(place), part, self.code.constant(part.type, 0.0))
 
     def rounding(self, padded: Value) -> tuple[Value, Callable[[Value], Value]]:
         """The scale of the token, and how its inputs become digits."""
-        code, most = self.code, self.code.variable(self.code.constant(F32.x(LANES), 0.0))
+        code, most = self.code, self.code.variable(self.code.constant(I32.x(LANES), 0))
         with code.loop(0, padded, LANES) as place:
-            most.set(code.of_each("maximum", most.get(), code.of_each("fabs", self.at(place))))
-        return _scale(code, code.over_lanes("fmaximum", most.get()), self.columns is not None)
+            most.set(code.larger(most.get(), size_of(self._exact(place))))
+        largest = code.over_lanes("smax", most.get()).splat(1).view(F32.x(1))
+        if self.columns is not None:
+            largest = rounded(code, torch.float16, largest)
+        return _scale(code, largest.at(0), self.columns is not None)
 
 
 def _scale(code: Code, most: Value, outliers: bool) -> tuple[Value, Callable[[Value], Value]]:

@@ -17,9 +17,10 @@ from quantkit.kernels.cpu import (
     float_product,
     object_cache,
     panel_product,
+    tile_product,
     wide_product,
 )
-from quantkit.kernels.cpu.bytes import dot, look_up
+from quantkit.kernels.cpu.bytes import dot, look_up, look_up_float, looks_up_floats
 from quantkit.kernels.cpu.compiling import assembly, callable_at, compiled
 from quantkit.kernels.cpu.floats import load_floats, to_stored
 from quantkit.kernels.cpu.language import F32, I8, I32, I64, Code, Value
@@ -27,6 +28,7 @@ from quantkit.kernels.cpu.pool import Pool, shared_pool
 from quantkit.kernels.cpu.processor import KNOWN, Processor, this_processor
 from quantkit.kernels.cpu.product import multiply
 from quantkit.kernels.cpu.product_kind import Kind
+from quantkit.kernels.cpu.tile_product import TileKind
 from quantkit.kernels.cpu.tiles import Codes
 
 pytestmark = pytest.mark.kernel
@@ -99,6 +101,19 @@ def test_products_of_bytes(bits: int) -> None:
     assert torch.equal(sums, expected.int())
 
 
+def test_looking_up_floats() -> None:
+    if not looks_up_floats(this_processor()):
+        pytest.skip("this processor has no instruction for it")
+    table = [0.5 * number - 3 for number in range(16)]
+    places, found = torch.randint(0, 1 << 30, (16,), dtype=torch.int32), torch.zeros(16)
+
+    def body(code: Code, source: Value, target: Value) -> None:
+        code.store(look_up_float(code, table, code.load(I32.x(16), source)), target)
+
+    run(body, places, found)
+    assert torch.equal(found, torch.tensor(table)[places & 15])
+
+
 def test_looking_up() -> None:
     table = [3, -7, 127, -128, *range(12)]
     places, found = torch.randint(0, 16, (64,), dtype=torch.uint8), torch.zeros(64, dtype=torch.int8)
@@ -134,6 +149,8 @@ def test_floats_on_other_processors(processor: Processor) -> None:
             text = assembly("product", 3, partial(float8_product.multiply, kind=halves), processor)
             assert re.search(r"fmla(\.8h|\tv\d+\.8h)|vfmadd\d+ph", text), "of float16"
     table = Kind(Codes(4, digits=(tuple(range(16)),)), 32, 3, 1, torch.float32, torch.float16)
+    few = assembly("product", 3, partial(tile_product.multiply, kind=TileKind(table, torch.bfloat16, 8)), processor)
+    assert processor.vector < 64 or re.search(r"vperm(d|ps)", few), "a table of floats"
     for codes in (table, None):
         panels = panel_product.PanelKind(codes, torch.bfloat16, *panel_product.shape_for(processor, 8))
         text = assembly("product", 3, partial(panel_product.multiply, kind=panels), processor)

@@ -28,7 +28,7 @@ from quantkit.formats import (
 from quantkit.formats.ct_float8 import covering_scales, round_to_float8
 from quantkit.kernels.cpu import installed
 from quantkit.kernels.cpu.float8 import LOWERED, RAISED, round_tokens
-from quantkit.kernels.linear.cpu import float_rows, panels, slabs, tiled
+from quantkit.kernels.linear.cpu import float_rows, floats, slabs, tiled
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.cpu.tiled import Tiles
 from quantkit.kernels.linear.fuse import join
@@ -90,7 +90,7 @@ def assert_close(x: Tensor, fmt: Format, quantized: QuantizedWeight, bias: Tenso
     exact = reference.exact(x, fmt, quantized, bias)
     error = relative_error(y, exact)
     rounded = x.dtype != torch.float32 and x.shape[0] > cpu.PRECISE_TOKENS and not fmt.input_rounding
-    if isinstance(weight.held, Tiles) and rounded and not panels.pays(weight.held, x.shape[0], digits=1):
+    if isinstance(weight.held, Tiles) and rounded and not floats.pays(weight.held, x.shape[0], digits=1):
         assert error < ROUNDED_INPUTS
         return
     assert error < LARGEST_ERROR[str(x.dtype)[6:]]
@@ -196,7 +196,7 @@ def test_more_than_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fmt", [*(CtPacked(bits=bits, group_size=32, sym=bits == 3) for bits in (3, 4, 8)), Nf4()])
 def test_bytes_for_many_tokens(fmt: Format, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this processor would rather decode codes for each few tokens, or multiply floats."""
-    monkeypatch.setattr(panels, "pays", lambda *asked, **named: False)
+    monkeypatch.setattr(floats, "pays", lambda *asked, **named: False)
     for size, registers in tiled.REGISTERS.items():
         monkeypatch.setitem(tiled.REGISTERS, size, registers._replace(wide_from=(1, 1)))
     monkeypatch.setattr(tiled, "WITHOUT_VNNI", tiled.REGISTERS[64])

@@ -24,7 +24,7 @@ from quantkit.kernels.cpu import installed
 from quantkit.kernels.linear.cpu import float_rows
 
 if TYPE_CHECKING:
-    from quantkit.kernels.linear.cpu.panels import PanelPlan
+    from quantkit.kernels.linear.cpu.floats import FloatPlan
 
 SLAB = 1 << 20  # weights decoded at a time: 2 to 4 MB, about what two cores keep in their caches
 
@@ -47,7 +47,7 @@ class Rows:
     table: Tensor | None = None
     paired: bool = False
     float8: bool = False
-    panel_plans: dict[tuple[object, ...], PanelPlan] = field(default_factory=dict, init=False, repr=False)
+    float_plans: dict[tuple[object, ...], FloatPlan] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from quantkit.kernels.linear.weight import padded
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.tiles import Codes
-    from quantkit.kernels.linear.cpu.panels import PanelPlan
+    from quantkit.kernels.linear.cpu.floats import FloatPlan
 
 TILE_ROWS = 16  # outputs, as `kernels/cpu/tiles.py` has it
 _PIECES = 8  # of a product with one token for each thread: who is free takes the next. More tokens have as many more: a
@@ -78,7 +78,7 @@ class Tiles:
     lows: Tensor | None = None
     outer_scales: Tensor | None = None
     outer_lows: Tensor | None = None
-    panel_plans: dict[tuple[object, ...], PanelPlan] = field(default_factory=dict, init=False, repr=False)
+    float_plans: dict[tuple[object, ...], FloatPlan] = field(default_factory=dict, init=False, repr=False)
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False, repr=False)
 
     @property

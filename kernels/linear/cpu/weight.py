@@ -1,6 +1,6 @@
 """A linear layer's weight on a CPU, and how it is multiplied.
 
-tiles  packed codes, with x in whole numbers (`tiled.py`), for many tokens in float32 (`panels.py`)
+tiles  packed codes, with x in whole numbers (`tiled.py`), or in float32 where that takes less (`floats.py`)
 slabs  everything: decoded a part at a time (`slabs.py`); FP8 for few tokens widened in registers (`float_rows.py`), for
        many in panels
 """
@@ -28,7 +28,7 @@ from quantkit.formats.ct_float8 import BLOCK
 from quantkit.kernels.card import Card
 from quantkit.kernels.checks import HALVES, check_dtype, check_same_device, check_shape
 from quantkit.kernels.cpu import installed
-from quantkit.kernels.linear.cpu import float_rows, panels, slabs, tiled
+from quantkit.kernels.linear.cpu import float_rows, floats, slabs, tiled
 from quantkit.kernels.linear.cpu.slabs import Rows, product_dtype, rows_of
 from quantkit.kernels.linear.cpu.tiled import TILE_ROWS, Tiles
 from quantkit.kernels.linear.cpu.tiling import tiles_of
@@ -159,8 +159,8 @@ def _multiply(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> N
         x, rounding = _rounded(x, weight, held), None
     x = x if weight.order is None else x[:, weight.order]
     digits = _digits(weight, x.shape[0])
-    if panels.pays(held, x.shape[0], digits):
-        panels.multiply(x, held, bias, y, rounding=rounding)
+    if floats.pays(held, x.shape[0], digits):
+        floats.multiply(x, held, bias, y, rounding=rounding)
     elif isinstance(held, Tiles):
         tiled.multiply(x, held, bias, y, digits=digits, rounding=rounding)
     else:

@@ -1,4 +1,8 @@
-"""Linear layers on a CPU for many tokens, from packed codes or float8, in float32 (`kernels/cpu/panel_product.py`)."""
+"""Linear layers on a CPU in float32, from packed codes or float8.
+
+Many tokens are multiplied by panels (`kernels/cpu/panel_product.py`), few with codes that become floats in registers
+where vectors have 64 bytes (`kernels/cpu/tile_product.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from quantkit.kernels.linear.cpu.tiled import TILE_ROWS, Tiles
 _PIECES = 8  # of a product for each thread
 
 
-class PanelPlan(NamedTuple):
+class FloatPlan(NamedTuple):
     """What a product with some number of tokens always has: arguments of its kernel, and sizes."""
 
     kernel: int
@@ -40,12 +44,15 @@ def pays(held: Tiles | Rows, tokens: int, digits: int) -> bool:
 def _fewest(tiles: Tiles, digits: int) -> float:
     from quantkit.kernels.cpu.processor import this_processor
 
+    processor = this_processor()
+    late = processor.dot == "pmaddubsw" and tiles.meaning.dot_bits == 8  # bytes of 8 bits have no instruction
+    if late and processor.vector == 64 and (tiles.meaning.digits or digits > 1):
+        return 2 if digits == 2 and not tiles.meaning.digits else 1
     if digits == 3:
         return 2 if tiles.meaning.digits else 3
-    dot = this_processor().dot
-    if dot == "wide" or (dot == "pmaddubsw" and tiles.meaning.dot_bits == 8):
+    if processor.dot == "wide" or late:
         return 8
-    return 128 if dot == "pmaddubsw" and tiles.block <= 32 else math.inf
+    return 128 if processor.dot == "pmaddubsw" and tiles.block <= 32 else math.inf
 
 
 def multiply(
@@ -58,9 +65,9 @@ def multiply(
 
     pool, (tokens, outputs) = shared_pool(), y.shape
     asked = (tokens, outputs, y.dtype, pool.threads)
-    plan = held.panel_plans.get(asked)
+    plan = held.float_plans.get(asked)
     if plan is None:
-        plan = held.panel_plans[asked] = _new_plan(held, *asked)
+        plan = held.float_plans[asked] = _new_plan(held, *asked)
     if rounding is None:
         x = widened(x, plan.inputs)
     else:
@@ -69,14 +76,12 @@ def multiply(
     pool.run(plan.kernel, [*plan.weight, *own, *plan.sizes, y.stride(0), 0], plan.pieces)
 
 
-def _new_plan(held: Tiles | Rows, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> PanelPlan:
-    from quantkit.kernels.cpu.panel_product import PanelKind, kernel, shape_for
+def _new_plan(held: Tiles | Rows, tokens: int, outputs: int, dtype: torch.dtype, threads: int) -> FloatPlan:
+    from quantkit.kernels.cpu import panel_product, tile_product
     from quantkit.kernels.cpu.processor import this_processor
     from quantkit.kernels.cpu.product_kind import Kind
 
-    tiles, together = shape_for(this_processor(), tokens)
     count, groups = -(-outputs // TILE_ROWS), held.scales.shape[1]
-    each = max(1, count // (_PIECES * threads * tiles)) * tiles
     if isinstance(held, Rows):
         codes, inputs, blocks = None, held.codes.shape[1], 1
         scales, zeros, *more = held.scales.data_ptr(), 0, 0, 0, 0
@@ -85,8 +90,14 @@ def _new_plan(held: Tiles | Rows, tokens: int, outputs: int, dtype: torch.dtype,
         codes = Kind(held.meaning, held.block, 3, 1, torch.float32, held.scales.dtype, held.every, lows)
         inputs, blocks = groups * held.group, held.group // held.block
         scales, zeros, *more = (0 if part is None else part.data_ptr() for part in held.numbers.values())
-    return PanelPlan(
-        kernel=kernel(PanelKind(codes, dtype, tiles, together)),
+    if codes and tile_product.takes(this_processor(), tokens):
+        tiles, kernel = 1, tile_product.kernel(tile_product.kind_for(codes, dtype, tokens))
+    else:
+        tiles, together = panel_product.shape_for(this_processor(), tokens)
+        kernel = panel_product.kernel(panel_product.PanelKind(codes, dtype, tiles, together))
+    each = max(1, count // (_PIECES * threads * tiles)) * tiles
+    return FloatPlan(
+        kernel=kernel,
         weight=(held.codes.data_ptr(), scales, zeros),
         sizes=(outputs, inputs, groups, blocks, each, *more),
         inputs=inputs,

@@ -1,4 +1,4 @@
-"""Products of many tokens in float32 on a CPU, from codes of every kind, against what these mean."""
+"""Products in float32 on a CPU, from codes of every kind, against what these mean."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +10,11 @@ from torch import Tensor
 from gguf_files import random_blocks
 from quantkit.formats import CtFloat8, CtInt8, CtMxfp4, CtPacked, Format, LlmInt8, Nf4, QuantizedWeight
 from quantkit.formats.gguf import Gguf
-from quantkit.kernels.cpu import panel_product, processor
+from quantkit.kernels.cpu import panel_product, processor, tile_product
 from quantkit.kernels.cpu.pool import shared_pool
 from quantkit.kernels.cpu.processor import KNOWN
 from quantkit.kernels.cpu.token_rounding import rounded_floats
-from quantkit.kernels.linear.cpu import panels
+from quantkit.kernels.linear.cpu import floats
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
@@ -42,7 +42,7 @@ def multiplied(x: Tensor, fmt: Format, quantized: QuantizedWeight, bias: Tensor 
     weight = cpu.lay_out(fmt, quantized, x.dtype)
     assert weight is not None
     y = torch.full((len(x), quantized.shape[0] + 3), 7.0, dtype=x.dtype)
-    panels.multiply(x, weight.held, bias, y[:, : quantized.shape[0]], rounding=fmt.input_rounding)
+    floats.multiply(x, weight.held, bias, y[:, : quantized.shape[0]], rounding=fmt.input_rounding)
     assert bool((y[:, -3:] == 7).all())
     return y[:, :-3]
 
@@ -64,6 +64,20 @@ def test_codes_of_every_kind(
     fmt: Format, shape: tuple[int, int], tokens: int, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(panel_product, "shape_for", lambda processor, tokens: shape)
+    monkeypatch.setattr(tile_product, "takes", lambda processor, tokens: False)
+    check(fmt, tokens, outputs)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "tokens"), [(fmt, tokens) for fmt in FORMATS[:-2] for tokens in (1, 2, 7)], ids=name_of
+)
+def test_few_tokens(fmt: Format, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In registers, on any processor; the last tokens are not as many as are multiplied at a time."""
+    monkeypatch.setattr(tile_product, "takes", lambda processor, tokens: True)
+    check(fmt, tokens, 50)
+
+
+def check(fmt: Format, tokens: int, outputs: int) -> None:
     quantized = make(fmt, outputs, 768)
     x = torch.randn(2 * tokens, 768, generator=torch.Generator().manual_seed(tokens))[::2]
     bias = torch.randn(outputs) if tokens % 2 else None
@@ -106,19 +120,26 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everywhere in float32; in 16 bits where a processor has no instruction for the bytes of codes."""
+    """Everywhere in float32; in 16 bits where a processor has no instruction for the bytes of codes, with AVX-512 and a
+    table from the first token on."""
 
     def fewest(fmt: Format, digits: int) -> float:
         weight = cpu.lay_out(fmt, make(fmt, 16, 256), torch.bfloat16)
         assert weight is not None
         counts = (1, 2, 3, 8, 64, 512)
-        return next((count for count in counts if panels.pays(weight.held, count, digits)), 0)
+        return next((count for count in counts if floats.pays(weight.held, count, digits)), 0)
 
     w4, w8, nf4 = CtPacked(bits=4, group_size=128), CtPacked(bits=8, group_size=128), Nf4()
-    for name, expected in {"cascadelake": (0, 0, 0), "skylake-avx512": (0, 8, 8), "x86-64": (8, 8, 8)}.items():
+    formats = w4, w8, nf4
+    for name, one, two, three in (
+        ("cascadelake", (0, 0, 0), (0, 0, 0), (3, 3, 2)),
+        ("skylake-avx512", (0, 8, 1), (0, 2, 1), (3, 1, 1)),
+        ("haswell", (0, 8, 8), (0, 8, 8), (3, 3, 2)),
+        ("x86-64", (8, 8, 8), (8, 8, 8), (3, 3, 2)),
+    ):
         monkeypatch.setattr(processor, "this_processor", lambda name=name: KNOWN[name])
-        assert tuple(fewest(fmt, 1) for fmt in (w4, w8, nf4)) == expected
-        assert tuple(fewest(fmt, 3) for fmt in (w4, w8, nf4)) == (3, 3, 2)
+        found = [tuple(fewest(fmt, digits) for fmt in formats) for digits in (1, 2, 3)]
+        assert found == [one, two, three], name
     assert fewest(replace(w4, group_size=32), 1) == 8
 
 
@@ -127,4 +148,4 @@ def test_float8_of_inputs_that_fill_no_vectors_is_left_to_slabs() -> None:
     for inputs, fits in ((96, False), (192, True)):
         weight = cpu.lay_out(fmt, make(fmt, 16, inputs), torch.bfloat16)
         assert weight is not None
-        assert panels.pays(weight.held, 9, 1) == fits
+        assert floats.pays(weight.held, 9, 1) == fits
