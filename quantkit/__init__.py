@@ -11,8 +11,11 @@ quantkit.detect_watermark(text, key)       whether an answer has the quantkit.Wa
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from quantkit.threads import wait_asleep
 
 if TYPE_CHECKING:
     from quantkit.calibration import Calibration
@@ -53,6 +56,8 @@ __all__ = [
     "load_reference",
     "quantize",
 ]
+
+wait_asleep(os.environ)
 
 
 def __getattr__(name: str) -> Any:

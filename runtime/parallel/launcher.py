@@ -20,7 +20,6 @@ import torch
 
 from quantkit.runtime.core.options import EngineOptions
 from quantkit.runtime.model.ranks import Ranks
-from quantkit.threads import patient
 
 STOP_SECONDS = 2.0  # for a rank to leave by itself
 
@@ -104,7 +103,7 @@ class LocalWorkers:
                 stdin=subprocess.PIPE,
                 stdout=errors,
                 stderr=errors,
-                env=patient(os.environ) | {"OMP_NUM_THREADS": threads},
+                env=os.environ | {"OMP_NUM_THREADS": threads},
             )
             self._processes[job.ranks.rank], self._errors[job.ranks.rank] = process, errors
             assert process.stdin is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 import time
@@ -24,7 +23,6 @@ from quantkit.runtime.core.check_request import check_request
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.core.token_output import TokenOutput
 from quantkit.runtime.server.engine_process.pending import EngineDied, PendingRequest
-from quantkit.threads import patient
 
 if TYPE_CHECKING:
     from quantkit.runtime.sampling.structured_output import GuideSpec
@@ -364,6 +362,4 @@ async def start_module(
     """A Python process that inherits these connections; their numbers are its first arguments."""
     numbers = [connection.fileno() for connection in connections]
     command = [sys.executable, "-m", module, *map(str, numbers), *more]
-    return await asyncio.create_subprocess_exec(
-        *command, pass_fds=numbers, stdin=asyncio.subprocess.DEVNULL, env=patient(os.environ)
-    )
+    return await asyncio.create_subprocess_exec(*command, pass_fds=numbers, stdin=asyncio.subprocess.DEVNULL)

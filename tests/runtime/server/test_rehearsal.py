@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-import os
 import queue
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,7 +24,6 @@ from quantkit.runtime.server.engine_process.process import EngineLoop, rehearsal
 from quantkit.runtime.server.settings import ServerSettings
 from quantkit.runtime.warm_up import Part, Rehearsal, all_parts
 from quantkit.sources import model_folder
-from quantkit.threads import patient
 
 SIZES: dict[str, Any] = {"device": "cpu", "max_context": 128, "max_sequences": 4, "step_tokens": 64}
 PROMPT = list(range(100, 140))
@@ -144,7 +142,6 @@ class RehearsingClient(EngineClient):
         script = str(Path(__file__).with_name("rehearsing_engine.py"))
         return await asyncio.create_subprocess_exec(
             sys.executable, script, str(number), pass_fds=[number], stdin=asyncio.subprocess.DEVNULL,
-            env=patient(os.environ),
         )  # fmt: skip
 
 
