@@ -27,6 +27,7 @@ from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.experts import GroupedMlp
 
 SHORT_PROMPT, WARM_UP_TOKENS = 16, 4
+SMALL_STEP = 4096  # tokens of prompts that an engine reads at least together, where it has so many
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,11 @@ def _idle_shares(engine: Engine) -> tuple[float, ...]:
 
 
 def warm_ups(load: Load) -> tuple[Load, Load]:
-    """What runs before a load, with prompts of its own: seeds go on from the load's."""
-    return Load(load.batch, min(SHORT_PROMPT, load.prompt), WARM_UP_TOKENS), Load(load.batch, load.prompt, 2)
+    """What runs before a load, with prompts of its own: seeds go on from the load's. The first answers of the second go
+    on until the last prompt is read, so every mixture of both has been seen."""
+    steps = load.batch * load.prompt // SMALL_STEP
+    short = Load(load.batch, min(SHORT_PROMPT, load.prompt), WARM_UP_TOKENS)
+    return short, Load(load.batch, load.prompt, min(load.new, 2 + steps))
 
 
 def random_prompts(load: Load, vocab: int, seed: int) -> list[list[int]]:

@@ -93,6 +93,7 @@ def test_speeds_on_a_cpu_are_those_of_rows() -> None:
         "Qwen2.5-1.5B's shape, AVX-512": ("qwen2.5-1.5b", x86),
         "SmolLM2-135M, AVX-512": ("smollm2", x86),
         "`demo`, AVX-512": ("demo", x86),
+        "`demo`, AVX-512, float32": ("demo", x86),
     }
     in_tables = dict.fromkeys(models[name] for name, _ in tables)
     assert list(in_tables) == list(dict.fromkeys((row["model"], row["machine"]) for row in measured))
