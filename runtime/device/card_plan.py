@@ -42,8 +42,9 @@ class CardPlan:
 
 
 def small_kv_dtype(card: Card | None, entry: tuple[int, int, int]) -> str | None:
-    """The cache in 8 bits of a card, or of a CPU, that a model of this `ModelConfig.cache_entry` can have."""
-    names = ("int8", "fp8") if card is None else ("fp8",) if card.has_float8 else ("int8",)
+    """The cache in 8 bits of a card, or of a CPU, that a model of this `ModelConfig.cache_entry` can have: int8, which
+    loses a tenth of what fp8 does and is read as fast, but for latents (docs/explanations/engine.md)."""
+    names = ("int8", "fp8") if card is None or card.has_float8 else ("int8",)
     for name in names:
         with suppress(InputError):
             check_kv_dtype(name, entry)

@@ -81,8 +81,8 @@ def test_who_asks_for_nothing_keeps_what_activations_have(config: ModelConfig) -
     [
         ("sm_80", (2, 8, 128), "int8"),
         ("sm_86", (2, 8, 128), "int8"),
-        ("sm_89", (2, 8, 128), "fp8"),
-        ("sm_90", (2, 8, 128), "fp8"),
+        ("sm_89", (2, 8, 128), "int8"),
+        ("sm_90", (2, 8, 128), "int8"),
         ("sm_90", (1, 1, 576), "fp8"),
         ("sm_80", (1, 1, 576), None),  # latents are in no integers
         (None, (2, 8, 128), "int8"),
@@ -148,7 +148,7 @@ def test_a_plan_says_what_a_start_would_keep(run_cli: Callable[..., tuple[int, s
     asked = ("plan", "llama-3.1-8b", "-r", "gptq-w4g128", "--batch", "8,32", "--context", 4096)
     code, shown, _ = run_cli(*asked, "--gpu", "rtx4090")
     assert code == 0
-    line = "note: with --max-context 4096 --max-sequences 32, --kv-dtype auto keeps keys and values in fp8 beside bf16"
+    line = "note: with --max-context 4096 --max-sequences 32, --kv-dtype auto keeps keys and values in int8 beside bf16"
     assert line in " ".join(shown.split())
     _, shown, _ = run_cli(*asked, "--gpu", "rtx3090", "--json")
     assert json.loads(shown)["auto_caches"] == {"bf16": "int8", "gptq-w4g128": "int8"}
