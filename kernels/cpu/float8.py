@@ -62,9 +62,9 @@ def round_tokens(x: Tensor, groups: int, scale: float | None, *, halves: bool = 
     return _rounded(x, groups, scale, "lowered" if halves else "raised")
 
 
-def rounded_tokens(x: Tensor, groups: int, scale: float | None) -> Tensor:
-    """The same times their scales, float32: what the float8 stand for."""
-    return _rounded(x, groups, scale, "scaled")[0]
+def rounded_tokens(x: Tensor, groups: int, scale: float | None, *, raised: bool = False) -> Tensor:
+    """The same times their scales, float32: what the float8 stand for; raised or not, in their order."""
+    return _rounded(x, groups, scale, "scaled and raised" if raised else "scaled")[0]
 
 
 def _rounded(x: Tensor, groups: int, scale: float | None, held: str) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,8 @@ def _round(
             if held == "raised":
                 store_in_quads(code, value * RAISED, to, place, size // QUADS * QUADS)
             else:
-                kept = (value * LOWERED).to(F16) if held == "lowered" else value * scale.splat(lanes)
+                counted = (scale * RAISED if held == "scaled and raised" else scale).splat(lanes)
+                kept = (value * LOWERED).to(F16) if held == "lowered" else value * counted
                 code.store(kept, to, place)
 
         along(code, size, write)

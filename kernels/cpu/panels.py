@@ -31,6 +31,8 @@ def decode_block(code: Code, held: Arguments, kind: Kind, tile: Value, block: Va
 
 def numbers_of(code: Code, kind: Kind, address: Value, quad: int, zeros: Value | None) -> list[Value]:
     """What codes stand for, less their zero points and before any scale: of 16 outputs, for each input of a quad."""
+    if kind.codes.float8:
+        return quads_of(code.load(I32.x(ROWS), address, quad * ROWS))
     if kind.codes.digits and looks_up_floats(code.processor):
         held = code.load(I32.x(ROWS), address, quad // 2 * ROWS)
         table = kind.codes.numbers

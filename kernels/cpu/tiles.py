@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.kernels.cpu.float8 import RAISED_UNIT
 from quantkit.kernels.cpu.processor import Processor
 
 ROWS = 16
@@ -31,6 +32,7 @@ class Codes:
     zeros_from  stored zero points are larger by this: codes of 8 bits are, where a processor multiplies signed bytes
     digits      of the 16 values of a table, the first counting 256 times the second; () for integers
     scale       what the last digit counts
+    float8      codes are bits of float8 e4m3, and x is raised (`float8.py`)
     """
 
     bits: int
@@ -39,6 +41,7 @@ class Codes:
     zeros_from: int = 0
     digits: tuple[tuple[int, ...], ...] = ()
     scale: float = 1.0
+    float8: bool = False
 
     @cached_property
     def planes(self) -> tuple[int, ...]:
@@ -78,6 +81,8 @@ class Codes:
 
     def unit(self, used: int) -> float:
         """What the last of the used digits counts."""
+        if self.float8:
+            return RAISED_UNIT
         return self.scale * 256.0 ** (max(len(self.digits), 1) - used)
 
 

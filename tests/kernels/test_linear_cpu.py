@@ -26,8 +26,9 @@ from quantkit.formats import (
     QuantizedWeight,
 )
 from quantkit.formats.ct_float8 import covering_scales, round_to_float8
-from quantkit.kernels.cpu import installed
+from quantkit.kernels.cpu import float8_product, installed, tile_product
 from quantkit.kernels.cpu.float8 import LOWERED, RAISED, round_tokens
+from quantkit.kernels.cpu.processor import this_processor
 from quantkit.kernels.linear.cpu import float_rows, floats, slabs, tiled
 from quantkit.kernels.linear.cpu import weight as cpu
 from quantkit.kernels.linear.cpu.tiled import Tiles
@@ -210,13 +211,14 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     packed = [CtPacked(bits=4, group_size=32), CtInt8(), Nf4(), LlmInt8()]
     assert {chosen(fmt, dtype) for fmt in packed for dtype in DTYPES} == {"tiles"}
-    assert chosen(CtFloat8(), torch.bfloat16) == "slabs"
+    in_tiles = tile_product.takes(this_processor(), 1) and not float8_product.fits(torch.bfloat16)
+    assert chosen(CtFloat8(), torch.bfloat16) == ("tiles" if in_tiles else "slabs")
     monkeypatch.setattr(installed, "can_compile", lambda: False)
     assert {chosen(fmt, torch.bfloat16) for fmt in packed} == {"slabs"}
 
 
 @pytest.mark.parametrize("products", ["as on this CPU"], indirect=True)
-@pytest.mark.parametrize("fmt", [CtPacked(bits=3, group_size=64, sym=False), Nf4(), CtInt8()], ids=name_of)
+@pytest.mark.parametrize("fmt", [CtPacked(bits=3, group_size=64, sym=False), Nf4(), CtInt8(), CtFloat8()], ids=name_of)
 def test_joined(fmt: Format) -> None:
     """Layers that read the same input become one where they differ in their outputs alone."""
     parts = [make(fmt, outputs, 192) for outputs in (128, 256, 33)]
@@ -282,6 +284,20 @@ def test_outliers_in_many_columns(count: int, tokens: int, dtype: torch.dtype) -
     x = make_x(tokens, inputs, dtype).clamp(-4, 4)
     x[tokens // 2, torch.linspace(0, inputs - 1, count).round().long()] = 9.0
     assert_close(x, fmt, make(fmt, 50, inputs))
+
+
+@pytest.mark.parametrize("products", ["as on this CPU"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "fmt", [CtFloat8(), CtFloat8(strategy="block"), CtFloat8(activations="exact")], ids=lambda fmt: fmt.describe()
+)
+def test_float8_in_rows(fmt: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As processors have it whose vectors are shorter."""
+    monkeypatch.setattr(tile_product, "takes", lambda processor, tokens: False)
+    quantized = make(fmt, 200, 768)
+    assert type(laid_out(fmt, quantized, dtype).held).__name__ == "Rows"  # type: ignore[attr-defined]
+    for tokens in (1, 3, 17):
+        assert_close(make_x(tokens, 768, dtype), fmt, quantized, make_x(1, 200, dtype)[0])
 
 
 def test_float8_rounds_as_torch_does() -> None:

@@ -14,8 +14,10 @@ from quantkit.kernels.cpu import panel_product, processor, tile_product
 from quantkit.kernels.cpu.pool import shared_pool
 from quantkit.kernels.cpu.processor import KNOWN
 from quantkit.kernels.cpu.token_rounding import rounded_floats
+from quantkit.kernels.cpu.widening import widened
 from quantkit.kernels.linear.cpu import floats
 from quantkit.kernels.linear.cpu import weight as cpu
+from quantkit.kernels.linear.cpu.tiled import Tiles
 from quantkit.kernels.reference import linear as reference
 from quantkit.kernels.reference.compare import LARGEST_ERROR, relative_error
 from signed_scales import with_signs
@@ -42,6 +44,8 @@ def multiplied(x: Tensor, fmt: Format, quantized: QuantizedWeight, bias: Tensor 
     weight = cpu.lay_out(fmt, quantized, x.dtype)
     assert weight is not None
     y = torch.full((len(x), quantized.shape[0] + 3), 7.0, dtype=x.dtype)
+    if isinstance(weight.held, Tiles) and weight.held.float8:
+        x = widened(x, raised=True)
     floats.multiply(x, weight.held, bias, y[:, : quantized.shape[0]], rounding=fmt.input_rounding)
     assert bool((y[:, -3:] == 7).all())
     return y[:, :-3]
@@ -143,7 +147,9 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fewest(replace(w4, group_size=32), 1) == 8
 
 
-def test_float8_of_inputs_that_fill_no_vectors_is_left_to_slabs() -> None:
+def test_float8_of_inputs_that_fill_no_vectors_is_left_to_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not in tiles."""
+    monkeypatch.setattr(tile_product, "takes", lambda processor, tokens: False)
     fmt = CtFloat8()
     for inputs, fits in ((96, False), (192, True)):
         weight = cpu.lay_out(fmt, make(fmt, 16, inputs), torch.bfloat16)

@@ -69,11 +69,11 @@ def multiply_float8(
     _run(x, x_scales, codes.view(torch.float8_e4m3fn), scales, bias, y)
 
 
-def rounded(x: Tensor, given: QuantizedWeight | None, groups: int) -> Tensor:
+def rounded(x: Tensor, given: QuantizedWeight | None, groups: int, *, raised: bool = False) -> Tensor:
     """Float32 of what x is in float8, by the scale of the weight where it is given one."""
     from quantkit.kernels.cpu.float8 import rounded_tokens
 
-    return rounded_tokens(x, groups, _input_scale(given))
+    return rounded_tokens(x, groups, _input_scale(given), raised=raised)
 
 
 def _input_scale(given: QuantizedWeight | None) -> float | None:

@@ -38,7 +38,7 @@ def pays(held: Tiles | Rows, tokens: int, digits: int) -> bool:
         from quantkit.kernels.cpu.float8 import QUADS
 
         return held.float8 and held.codes.shape[1] % QUADS == 0
-    return tokens >= _fewest(held, digits)
+    return held.float8 or tokens >= _fewest(held, digits)
 
 
 def _fewest(tiles: Tiles, digits: int) -> float:

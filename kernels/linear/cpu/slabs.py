@@ -163,11 +163,14 @@ def _integer_rows(weight: IntegerWeight) -> Rows:
 
 def _float8_rows(weight: Float8Weight) -> Rows:
     """Read by a table of all 256 values, which torch looks up faster than it converts them."""
-    outputs = weight.shape[0]
-    scales = weight.scales.float()
-    if scales.shape[1] == 1 and scales.shape[0] in (1, outputs):
-        scales = scales.expand(outputs, 1)
-    else:
-        scales = scales.repeat_interleave(BLOCK, dim=0)[:outputs]
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    return Rows(weight.values.contiguous().view(torch.uint8), scales.contiguous(), table=table, float8=True)
+    codes = weight.values.contiguous().view(torch.uint8)
+    return Rows(codes, scales_by_row(weight), table=table, float8=True)
+
+
+def scales_by_row(weight: Float8Weight) -> Tensor:
+    """Float32 [outputs, groups of inputs], contiguous."""
+    outputs, scales = weight.shape[0], weight.scales.float()
+    if scales.shape[1] == 1 and scales.shape[0] in (1, outputs):
+        return scales.expand(outputs, 1).contiguous()
+    return scales.repeat_interleave(BLOCK, dim=0)[:outputs].contiguous()

@@ -138,9 +138,18 @@ class Tiles:
         )
 
     @property
+    def float8(self) -> bool:
+        return self.meaning.float8
+
+    @property
     def has_rows(self) -> bool:
         """Whether single rows can be decoded: codes of 8 bits have a byte of their own."""
-        return self.meaning.bits == 8 and self.meaning.zero is not None and self.lows is self.outer_scales is None
+        return (
+            self.meaning.bits == 8
+            and not self.float8
+            and self.meaning.zero is not None
+            and self.lows is self.outer_scales is None
+        )
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Float32 [some, padded inputs]."""

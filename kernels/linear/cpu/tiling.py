@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, GgufWeight, IntegerWeight, QuantizedWeight
+from quantkit.formats import AbsmaxInt8Weight, CodebookWeight, Float8Weight, GgufWeight, IntegerWeight, QuantizedWeight
 from quantkit.formats.codebook import table_of
 from quantkit.formats.integer import middle_code
 from quantkit.kernels.cpu import installed
+from quantkit.kernels.linear.cpu.slabs import scales_by_row
 from quantkit.kernels.linear.cpu.tiled import Tiles
 from quantkit.kernels.linear.weight import padded
 
@@ -25,10 +26,13 @@ _WIDER = {3: 4, 5: 6}  # bits that codes get whose own make planes of one bit
 _THREE_DIGITS = 127 * 256 * 256  # the largest value of a table
 
 
-def tiles_of(weight: QuantizedWeight) -> Tiles | None:
-    """Of a weight whose groups are contiguous and all of one size; None where they are no whole steps, and for FP8."""
+def tiles_of(weight: QuantizedWeight, dtype: torch.dtype) -> Tiles | None:
+    """Of a weight whose groups are contiguous and all of one size, for x of this dtype; None where they are no whole
+    steps, and for FP8 where it is multiplied in rows."""
     if not installed.can_compile():
         return None
+    if isinstance(weight, Float8Weight):
+        return _of_float8(weight, dtype)
     if isinstance(weight, IntegerWeight):
         return _of_integers(weight)
     if isinstance(weight, CodebookWeight):
@@ -61,6 +65,16 @@ def _of_bytes(weight: AbsmaxInt8Weight) -> Tiles | None:
     codes = weight.codes.view(torch.uint8)
     scales = (weight.row_absmax / 127).unsqueeze(-1)
     return _packed(Codes(8, zero=0 if signed else 128), codes if signed else codes ^ 128, scales)
+
+
+def _of_float8(weight: Float8Weight, dtype: torch.dtype) -> Tiles | None:
+    from quantkit.kernels.cpu import float8_product, tile_product
+    from quantkit.kernels.cpu.processor import this_processor
+    from quantkit.kernels.cpu.tiles import Codes
+
+    if float8_product.fits(dtype) or not tile_product.takes(this_processor(), 1):
+        return None
+    return _packed(Codes(8, zero=0, float8=True), weight.values.view(torch.uint8), scales_by_row(weight))
 
 
 def _of_table(weight: CodebookWeight) -> Tiles | None:

@@ -1,8 +1,8 @@
 """A linear layer's weight on a CPU, and how it is multiplied.
 
 tiles  packed codes, with x in whole numbers (`tiled.py`), or in float32 where that takes less (`floats.py`)
-slabs  everything: decoded a part at a time (`slabs.py`); FP8 for few tokens widened in registers (`float_rows.py`), for
-       many in panels
+slabs  everything: decoded a part at a time (`slabs.py`); FP8, where it is in no tiles, for few tokens widened in
+       registers (`float_rows.py`), for many in panels
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def lay_out(fmt: Format, quantized: QuantizedWeight, dtype: torch.dtype) -> CpuW
         quantized, order = _sorted_by_group(quantized)
     rounding = fmt.input_rounding
     input_scale = quantized if rounding and rounding.calibrated else None
-    return CpuWeight(fmt, *quantized.shape, dtype, tiles_of(quantized) or rows_of(quantized), order, input_scale)
+    return CpuWeight(fmt, *quantized.shape, dtype, tiles_of(quantized, dtype) or rows_of(quantized), order, input_scale)
 
 
 def _sorted_by_group(weight: IntegerWeight) -> tuple[IntegerWeight, Tensor | None]:
@@ -155,7 +155,9 @@ def _multiply(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> N
     if isinstance(held, Rows) and held.float8 and float_rows.takes_float8(x, weight.fmt):
         float_rows.multiply_float8(x, weight.fmt, weight.input_scale, held.codes, held.scales, bias, y)
         return
-    if isinstance(held, Rows) and rounding:
+    if isinstance(held, Tiles) and held.float8:
+        x, rounding = _raised(x, weight, held), None
+    elif isinstance(held, Rows) and rounding:
         x, rounding = _rounded(x, weight, held), None
     x = x if weight.order is None else x[:, weight.order]
     digits = _digits(weight, x.shape[0])
@@ -165,6 +167,14 @@ def _multiply(x: Tensor, weight: CpuWeight, bias: Tensor | None, y: Tensor) -> N
         tiled.multiply(x, held, bias, y, digits=digits, rounding=rounding)
     else:
         slabs.multiply(x.to(product_dtype(weight.dtype)), held, bias, y)
+
+
+def _raised(x: Tensor, weight: CpuWeight, held: Tiles) -> Tensor:
+    from quantkit.kernels.cpu.widening import widened
+
+    if weight.fmt.input_rounding is None:
+        return widened(x, raised=True)
+    return float_rows.rounded(x, weight.input_scale, held.scales.shape[1], raised=True)
 
 
 def _rounded(x: Tensor, weight: CpuWeight, held: Rows) -> Tensor:
