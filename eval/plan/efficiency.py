@@ -5,8 +5,8 @@ A step is predicted as a sum, where a ceiling is a maximum, since a real engine 
     layers x overhead + bytes of weights / bandwidth x w + bytes of cache / bandwidth x c + operations / rate x d
 
 and prompts as the same with a constant of their own for their operations, in steps of STEP_TOKENS. `w` is one number
-for a layout of weights (kernels differ), the others are one for a kind of arithmetic; models with experts have a set of
-their own. None is below 1: nothing is faster than a data sheet.
+for a layout of weights (kernels differ), `c` one for the bits of a cache, the others are one for a kind of arithmetic;
+models with experts have a set of their own. None is below 1: nothing is faster than a data sheet.
 
 The constants are those of least relative error over rows of eval/results/engine.csv. A row names its source. A weak
 pull (PULL) to what is typical keeps a layout with few rows from running away.
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     """One summand, and whose constant it has."""
 
     what: What
-    of: str  # a layout of weights, a kind of arithmetic, or nothing
+    of: str  # a layout of weights, a kind of arithmetic, a cache of fewer bits, or nothing
     routed: bool  # of a model with experts
 
 
@@ -53,7 +53,7 @@ def step_work(ceiling: Ceiling, batch: int, context: int, rows: int | None = Non
     bandwidth = ceiling.gpu.bandwidth
     part = _Parts(ceiling)
     return part.reading(1, rows) | {
-        part("cache"): batch * ceiling.cache_bytes(context) / bandwidth,
+        part("cache", part.cache): batch * ceiling.cache_bytes(context) / bandwidth,
         part("decode", part.arithmetic): rows * ceiling.token_seconds(context),
     }
 
@@ -74,6 +74,7 @@ class _Parts:
         self._ceiling, weights = ceiling, ceiling.weights
         weight_only = weights.arithmetic == "bf16" and weights.name != UNQUANTIZED
         self.arithmetic = "weight-only" if weight_only else weights.arithmetic
+        self.cache = "" if ceiling.cache_itemsize >= 2 else "8 bits" if ceiling.cache_itemsize >= 1 else "4 bits"
 
     def __call__(self, what: What, of: str = "") -> Part:
         return Part(what, of, bool(self._ceiling.weights.routed))
@@ -181,7 +182,7 @@ def efficiency_on(gpu: Gpu, *, routed: bool, leave_out: frozenset[Case] = frozen
 @cache
 def _efficiency_on(gpu: str, routed: bool, leave_out: frozenset[Case]) -> Efficiency:
     known = known_rows(routed=routed)
-    rows = [row for row in known if row.case not in leave_out and row.case.kv_dtype == "auto"]
+    rows = [row for row in known if row.case not in leave_out]
     here = [row for row in rows if row.case.gpu == gpu]
     return fit(here or rows)
 

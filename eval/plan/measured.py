@@ -20,7 +20,7 @@ from quantkit.eval.shapes import SHAPES
 from quantkit.runtime.model.config import read_model_config
 
 RESULTS = Path(__file__).parents[1] / "results" / "engine.csv"
-_KV_NAMES = {"float8_e4m3fn": "fp8"}
+_KV_NAMES = {"float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
 _AUTO = "auto"  # a cache in 16 bits
 
 
@@ -67,7 +67,7 @@ def read_rows(path: Path = RESULTS) -> tuple[Row, ...]:
 def _row(given: dict[str, str]) -> Row | None:
     gpu = next((gpu.name for gpu in GPUS.values() if given["gpu"] in gpu.reported), None)
     model = given["model"].split(" (")[0]  # `llama-3.1-8b (a folder of random weights)`
-    if gpu is None or model not in SHAPES or given.get("speculative"):
+    if gpu is None or model not in SHAPES or given.get("speculative") or given.get("outliers"):
         return None
     fmt = UNQUANTIZED if given["format"] == "bfloat16" else given["format"]
     kv_dtype = _KV_NAMES.get(given["kv_dtype"], _AUTO)

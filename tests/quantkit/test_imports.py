@@ -13,7 +13,7 @@ PACKAGE = ROOT / "quantkit"
 
 # Part -> parts of quantkit that it may import. A part is a module or package directly under quantkit/.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"calibration", "eval", "pipeline", "reference", "runtime"},
+    "__init__": {"calibration", "eval", "pipeline", "reference", "runtime", "threads"},
     "__main__": {"cli"},
     "errors": set(),
     "extras": {"errors"},
