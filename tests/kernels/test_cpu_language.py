@@ -149,7 +149,7 @@ def test_floats_on_other_processors(processor: Processor) -> None:
             text = assembly("product", 3, partial(float8_product.multiply, kind=halves), processor)
             assert re.search(r"fmla(\.8h|\tv\d+\.8h)|vfmadd\d+ph", text), "of float16"
     table = Kind(Codes(4, digits=(tuple(range(16)),)), 32, 3, 1, torch.float32, torch.float16)
-    few = assembly("product", 3, partial(tile_product.multiply, kind=TileKind(table, torch.bfloat16, 8)), processor)
+    few = assembly("product", 3, partial(tile_product.multiply, kind=TileKind(table, torch.bfloat16, 2)), processor)
     assert processor.vector < 64 or re.search(r"vperm(d|ps)", few), "a table of floats"
     for codes in (table, None):
         panels = panel_product.PanelKind(codes, torch.bfloat16, *panel_product.shape_for(processor, 8))
