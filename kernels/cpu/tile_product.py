@@ -78,15 +78,9 @@ def _add_block(
     start = held.codes + (tile * held.inputs + block * codes.block) * bytes_each
     scales = grid.scales * codes.codes.unit(codes.codes.used(codes.digits))
     with code.loop(0, codes.block, codes.codes.step) as step:
-        import os
-
-        D = int(os.environ.get("DIST", "0"))
-        if D:
-            for line in range(0, codes.codes.step * bytes_each, 64):
-                code.ask(start + step * bytes_each + (D + line))
         for quad in range(codes.codes.step // 4):
-            for place, weights in enumerate(numbers_of(code, codes, start + step * bytes_each, quad, grid.zeros)):
-                weights = weights if grid.lows is None else code.fma(weights, scales, grid.lows)
+            for place, numbers in enumerate(numbers_of(code, codes, start + step * bytes_each, quad, grid.zeros)):
+                weights = numbers if grid.lows is None else code.fma(numbers, scales, grid.lows)
                 for own, inputs in zip(sums, x, strict=True):
                     same = code.load(F32, inputs, step + (4 * quad + place)).splat(ROWS)
                     total = own[place % chains]
