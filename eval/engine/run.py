@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.eval.engine.guesses import Guesses
+from quantkit.kernels.linear.weight_only.float8 import Float8Steps
 from quantkit.runtime.core.pages import pages_for
 from quantkit.runtime.core.sampling_params import SamplingParams
 from quantkit.runtime.engine.engine import Engine
@@ -183,10 +184,12 @@ def run_load(engine: Engine, load: Load, *, seed: int = 0) -> _Watch:
 def bytes_of_step(engine: Engine, load: Load) -> float:
     """Read at least once when everybody answers: all weights but the embedding, and half-grown contexts.
 
-    Of experts those that somebody chose, where all are chosen equally often.
+    Of experts those that somebody chose, where all are chosen equally often; of weights with a copy in FP8 the others.
     """
     weights: float = engine.memory.weights
     for block in engine.runner.decoder.weights.blocks:
+        served = [weight for linear in block.linears for weight in linear.served]
+        weights -= sum(weight.copied_bytes for weight in served if isinstance(weight, Float8Steps))
         if isinstance(block.mlp, GroupedMlp):
             weights -= block.mlp.nbytes * (1 - block.mlp.share_of_token) ** load.batch
     embedding = engine.runner.decoder.weights.embedding

@@ -117,6 +117,7 @@ def test_a_layer_on_a_gpu_is_tried_with_few_tokens_and_with_many(w4: Path, monke
         weight = reader.prepared(DOWN, fmt, part)
         assert isinstance(weight, Float8Steps)
         assert weight.copy is not None
+        assert weight.copied_bytes == weight.packed.rows * weight.packed.chunks * 128  # a byte each
         monkeypatch.setattr(float8, "row_scales", lambda quantized: 3 * float8_rows(quantized).scales.flatten())
         reader.prepared(DOWN, fmt, part)  # too large a scale costs little
         monkeypatch.setattr(float8, "_decoded", lambda packed, scales: replace(weight.copy, scales=2 * scales))

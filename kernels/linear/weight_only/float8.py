@@ -52,7 +52,12 @@ class Float8Steps:
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + self.row_scales.nbytes + (0 if self.copy is None else self.copy.values.nbytes)
+        return self.packed.nbytes + self.row_scales.nbytes + self.copied_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of what is there twice: no step reads both."""
+        return 0 if self.copy is None else self.copy.values.nbytes
 
     @property
     def kind(self) -> str:
