@@ -43,7 +43,7 @@ class CardPlan:
 
 def small_kv_dtype(card: Card | None, entry: tuple[int, int, int]) -> str | None:
     """The cache in 8 bits of a card, or of a CPU, that a model of this `ModelConfig.cache_entry` can have: int8, which
-    loses a tenth of what fp8 does and is read as fast, but for latents (docs/explanations/engine.md)."""
+    loses less than a tenth of what fp8 does and is read as fast, but for latents (docs/explanations/engine.md)."""
     names = ("int8", "fp8") if card is None or card.has_float8 else ("int8",)
     for name in names:
         with suppress(InputError):
